@@ -1,5 +1,7 @@
 """Data- and pipeline-parallel training for PyTorch, from plans that are printed and verified before they run."""
 
+from torchrelay import errors, schedules
 from torchrelay._core import __version__, clock_cycles
+from torchrelay.planning.buckets import compute_bucket_assignment_by_size
 
-__all__ = ["__version__", "clock_cycles"]
+__all__ = ["__version__", "clock_cycles", "compute_bucket_assignment_by_size", "errors", "schedules"]

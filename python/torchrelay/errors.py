@@ -1,6 +1,16 @@
 """The exceptions of torchrelay. Every one is also the built-in exception that a caller would expect there."""
 
-__all__ = ["PartitionError", "PlanError", "RankMismatchError", "ReductionError", "ScheduleError", "TorchrelayError"]
+from collections.abc import Sequence
+
+__all__ = [
+    "PartitionError",
+    "PartitionIndexError",
+    "PlanError",
+    "RankMismatchError",
+    "ReductionError",
+    "ScheduleError",
+    "TorchrelayError",
+]
 
 
 class TorchrelayError(Exception):
@@ -16,7 +26,25 @@ class ScheduleError(PlanError):
 
 
 class PartitionError(PlanError):
-    """A module that cannot be split as asked; the message lists every problem."""
+    """A module that cannot be split as asked.
+
+    Attributes:
+        problems: Every reason, one line each; the message joins them.
+    """
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        """Takes the message alone where there is one problem."""
+        # Both go to the base class, so that they are `args` and survive pickling.
+        super().__init__(message, problems)
+        self.problems = list(problems) or [message]
+
+    def __str__(self) -> str:
+        """The message."""
+        return str(self.args[0])
+
+
+class PartitionIndexError(PartitionError, IndexError):
+    """There are fewer devices than partitions, and nothing else is wrong."""
 
 
 class ReductionError(TorchrelayError, RuntimeError):

@@ -1,10 +1,12 @@
 //! The one error of the core. Each variant carries the data, so that a caller can point at what is wrong.
 
+use crate::partition::Problem;
+use crate::schedule::{Action, At, Blocked, Kind};
+
 /// What a plan can be refused for.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
-    /// A count that must be at least one is zero.
+    /// A count that must be at least one is smaller.
     #[error("{what} must be at least 1, but is {value}")]
     NotPositive {
         /// The name of the argument.
@@ -12,7 +14,223 @@ pub enum Error {
         /// What was given.
         value: i64,
     },
+    /// A plan would be larger than any that could be carried out.
+    #[error("{what} must be at most {limit}, but would be {value}")]
+    TooLarge {
+        /// What is limited.
+        what: &'static str,
+        /// What was asked for; the largest representable number where the product does not fit.
+        value: u64,
+        /// The largest that is accepted.
+        limit: u64,
+    },
+    /// Buckets need a limit of size.
+    #[error("the list of bucket size limits is empty; give at least one limit in bytes")]
+    NoLimits,
+    /// A limit of size below zero.
+    #[error("the bucket size limit at position {position} is {value}; a limit is in bytes and not negative")]
+    NegativeLimit {
+        /// Where in the list of limits.
+        position: usize,
+        /// What was given.
+        value: i64,
+    },
+    /// A tensor smaller than nothing.
+    #[error("the size of the tensor at position {position} is {value} bytes; a size is not negative")]
+    NegativeSize {
+        /// Where in the list of tensors.
+        position: usize,
+        /// What was given.
+        value: i64,
+    },
+    /// Two lists that describe the same tensors have different lengths.
+    #[error("{what} has {length} entries for {expected} tensors: {}", first_unmatched(*length, *expected))]
+    LengthsDiffer {
+        /// The name of the list.
+        what: &'static str,
+        /// Its length.
+        length: usize,
+        /// The number of tensors.
+        expected: usize,
+    },
+    /// An index that is no tensor's.
+    #[error("the tensor index at position {position} is {index}, out of range for {count} tensors")]
+    IndexOutOfRange {
+        /// Where in the list of indices.
+        position: usize,
+        /// What was given.
+        index: i64,
+        /// The number of tensors.
+        count: usize,
+    },
+    /// Two positions with one index.
+    #[error("the tensor index {index} at position {position} stands at position {first} already")]
+    DuplicateIndex {
+        /// Where it was met for the second time.
+        position: usize,
+        /// Where it stands first.
+        first: usize,
+        /// The index.
+        index: i64,
+    },
+    /// The bytes of a bucket do not fit in 64 bits.
+    #[error("with the tensor at position {position} its bucket exceeds {} bytes", i64::MAX)]
+    SumOverflow {
+        /// The tensor that is one too many.
+        position: usize,
+    },
+    /// A time that no action can take.
+    #[error("the cost {what} must be finite and not negative, but is {value}")]
+    BadCost {
+        /// Which cost.
+        what: &'static str,
+        /// What was given.
+        value: f64,
+    },
+    /// A text that is not an action.
+    #[error("{text:?} is not an action: at column {column}, {reason}")]
+    ActionText {
+        /// The text, cut to a readable length.
+        text: String,
+        /// Counted in characters from 1.
+        column: usize,
+        /// What was expected there.
+        reason: &'static str,
+    },
+    /// An action without the micro-batch that its kind needs.
+    #[error("an action of kind {0} needs a micro-batch")]
+    MicrobatchMissing(Kind),
+    /// An action with a micro-batch although its kind concerns the whole step.
+    #[error("an action of kind {0} takes no micro-batch")]
+    MicrobatchUnexpected(Kind),
+    /// A stage on a rank that does not exist.
+    #[error("stage {stage} is placed on rank {rank}, but there are {ranks} ranks")]
+    NoSuchRank {
+        /// The stage.
+        stage: usize,
+        /// Where it was placed.
+        rank: usize,
+        /// How many ranks there are.
+        ranks: usize,
+    },
+    /// A text that is not a schedule.
+    #[error("not a schedule: line {line}, column {column}: {reason}")]
+    Json {
+        /// Counted from 1.
+        line: usize,
+        /// Counted from 1.
+        column: usize,
+        /// What was expected there.
+        reason: String,
+    },
+    /// An action of a stage that the schedule does not have.
+    #[error("{at}: there is no stage {}, only {stages} stages", at.action.stage())]
+    NoSuchStage {
+        /// The action.
+        at: At,
+        /// How many stages there are.
+        stages: usize,
+    },
+    /// An action of a micro-batch that the schedule does not have.
+    #[error("{at}: there are only {microbatches} micro-batches")]
+    NoSuchMicrobatch {
+        /// The action.
+        at: At,
+        /// How many micro-batches there are.
+        microbatches: usize,
+    },
+    /// An action on a rank that does not hold its stage.
+    #[error("{at}: stage {} is placed on rank {home}", at.action.stage())]
+    Misplaced {
+        /// The action.
+        at: At,
+        /// The rank that holds the stage.
+        home: usize,
+    },
+    /// An action that happens twice.
+    #[error("{at}: done already at position {first}")]
+    Repeated {
+        /// The second of the two.
+        at: At,
+        /// The position of the first, on the same rank.
+        first: usize,
+    },
+    /// A backward that is done both whole (B) and split (I and W).
+    #[error("{at}: this backward is both whole and split, with {} at position {first}", other)]
+    WholeAndSplit {
+        /// The second of the two.
+        at: At,
+        /// The action that it contradicts.
+        other: Action,
+        /// The position of that action, on the same rank.
+        first: usize,
+    },
+    /// A backward in a schedule that is declared to have none.
+    #[error("{at}: the schedule is forward only")]
+    UnexpectedBackward {
+        /// The action.
+        at: At,
+    },
+    /// An action of a kind whose rules are not known to the verification.
+    #[error("{at}: a schedule is verified before it is lowered; give computations only (F, B, I, W, R)")]
+    NotComputation {
+        /// The action.
+        at: At,
+    },
+    /// An action before one of the same rank that it needs.
+    #[error("{at} needs {needs}, which comes later, at position {later}")]
+    OutOfOrder {
+        /// The action that is too early.
+        at: At,
+        /// What it needs.
+        needs: Action,
+        /// Where that stands, on the same rank.
+        later: usize,
+    },
+    /// An action that is nowhere.
+    #[error("{action} is missing on rank {rank}")]
+    Missing {
+        /// The action.
+        action: Action,
+        /// The rank that holds its stage.
+        rank: usize,
+    },
+    /// Ranks that wait for one another for ever.
+    #[error("deadlock: {}", chain(cycle))]
+    Deadlock {
+        /// Each entry waits for an action of the next one's rank, the last for one of the first's.
+        cycle: Vec<Blocked>,
+    },
+    /// A split that a module cannot have; all the reasons.
+    #[error("{}", list(problems))]
+    Partition {
+        /// At least one.
+        problems: Vec<Problem>,
+    },
 }
 
 /// A plan, or why there is none.
 pub type Result<T> = std::result::Result<T, Error>;
+
+fn first_unmatched(length: usize, expected: usize) -> String {
+    let position = length.min(expected);
+    if length < expected {
+        format!("the tensor at position {position} has none")
+    } else {
+        format!("the entry at position {position} has no tensor")
+    }
+}
+
+fn chain(cycle: &[Blocked]) -> String {
+    cycle.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}
+
+fn list(problems: &[Problem]) -> String {
+    match problems {
+        [one] => one.to_string(),
+        many => {
+            let lines: Vec<_> = many.iter().map(|problem| format!("- {problem}")).collect();
+            format!("the module cannot be split like this, for {} reasons:\n{}", many.len(), lines.join("\n"))
+        }
+    }
+}

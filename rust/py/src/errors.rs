@@ -1,12 +1,53 @@
 //! The one way from the core's errors to Python's.
 
-use pyo3::PyErr;
-use torchrelay_core::Error;
+use pyo3::prelude::*;
+use torchrelay_core::{Error, Problem};
 
+pyo3::import_exception!(torchrelay.errors, PartitionError);
+pyo3::import_exception!(torchrelay.errors, PartitionIndexError);
 pyo3::import_exception!(torchrelay.errors, PlanError);
+pyo3::import_exception!(torchrelay.errors, ScheduleError);
 
 /// The Python exception for an error of the core.
 #[allow(clippy::needless_pass_by_value)] // so that it fits `map_err`
 pub fn to_py(error: Error) -> PyErr {
-    PlanError::new_err(error.to_string())
+    let message = error.to_string();
+    match error {
+        Error::NotPositive { .. }
+        | Error::TooLarge { .. }
+        | Error::NoLimits
+        | Error::NegativeLimit { .. }
+        | Error::NegativeSize { .. }
+        | Error::LengthsDiffer { .. }
+        | Error::IndexOutOfRange { .. }
+        | Error::DuplicateIndex { .. }
+        | Error::SumOverflow { .. }
+        | Error::BadCost { .. }
+        | Error::ActionText { .. }
+        | Error::MicrobatchMissing(_)
+        | Error::MicrobatchUnexpected(_)
+        | Error::NoSuchRank { .. }
+        | Error::Json { .. } => PlanError::new_err(message),
+        Error::NoSuchStage { .. }
+        | Error::NoSuchMicrobatch { .. }
+        | Error::Misplaced { .. }
+        | Error::Repeated { .. }
+        | Error::WholeAndSplit { .. }
+        | Error::UnexpectedBackward { .. }
+        | Error::NotComputation { .. }
+        | Error::OutOfOrder { .. }
+        | Error::Missing { .. }
+        | Error::Deadlock { .. } => ScheduleError::new_err(message),
+        Error::Partition { problems } => partition(message, &problems),
+    }
+}
+
+/// The class takes the problems as its second argument, so that they are an attribute and survive pickling.
+fn partition(message: String, problems: &[Problem]) -> PyErr {
+    let lines: Vec<_> = problems.iter().map(ToString::to_string).collect();
+    if let [Problem::TooFewDevices { .. }] = problems {
+        PartitionIndexError::new_err((message, lines))
+    } else {
+        PartitionError::new_err((message, lines))
+    }
 }

@@ -1,13 +1,26 @@
 //! The Python module `torchrelay._core`: converts, detaches from the interpreter, calls the core, converts back.
 
+mod buckets;
+mod convert;
 mod errors;
+
+mod partition;
+mod schedule;
 
 /// Plans for data- and pipeline-parallel training.
 #[pyo3::pymodule]
 mod _core {
     use pyo3::prelude::*;
 
+    use crate::convert::count;
     use crate::errors::to_py;
+
+    #[pymodule_export]
+    use crate::buckets::assign_buckets;
+    #[pymodule_export]
+    use crate::partition::verify_partition;
+    #[pymodule_export]
+    use crate::schedule::{Action, Costs, Schedule, Simulation, make_gpipe};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -16,7 +29,9 @@ mod _core {
 
     /// The clocks of the GPipe wavefront.
     #[pyfunction]
-    fn clock_cycles(py: Python<'_>, m: usize, n: usize) -> PyResult<Vec<Vec<(usize, usize)>>> {
+    fn clock_cycles(m: &Bound<'_, PyAny>, n: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<(usize, usize)>>> {
+        let py = m.py();
+        let (m, n) = (count("the number of micro-batches", m)?, count("the number of partitions", n)?);
         py.detach(|| torchrelay_core::clock_cycles(m, n)).map_err(to_py)
     }
 }
