@@ -2,6 +2,7 @@
 
 from torchrelay import errors, schedules
 from torchrelay._core import __version__, clock_cycles
+from torchrelay.gpipe import GPipe
 from torchrelay.planning.buckets import compute_bucket_assignment_by_size
 
-__all__ = ["__version__", "clock_cycles", "compute_bucket_assignment_by_size", "errors", "schedules"]
+__all__ = ["GPipe", "__version__", "clock_cycles", "compute_bucket_assignment_by_size", "errors", "schedules"]

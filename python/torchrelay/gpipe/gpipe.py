@@ -1,0 +1,215 @@
+"""`GPipe`: a sequential module, pipelined over the devices of one process."""
+
+import operator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NoReturn, TypeAlias
+
+import torch
+from torch import nn
+
+from torchrelay.planning.partitions import PipelinePlan, plan_partitions
+from torchrelay.runtime.lanes import Lanes
+from torchrelay.runtime.step import Pipeline, Programs, Step
+
+__all__ = ["GPipe"]
+
+Device: TypeAlias = torch.device | str | int
+
+# As many numbers of micro-batches as a model is likely to see (a loader's last batch is smaller) keep their programs.
+_PROGRAMS_KEPT = 64
+
+
+class GPipe(nn.Module):
+    """Splits an `nn.Sequential` into partitions and pipelines micro-batches through them.
+
+    The mini-batch is cut into micro-batches along dimension 0; partition `j` computes micro-batch `i` while partition
+    `j + 1` computes micro-batch `i - 1`. Outputs and gradients are those of the plain module. What will happen is a
+    plan: see :attr:`plan`.
+
+    Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
+
+    Args:
+        module: the module to split. Its layers are moved to the devices, not copied.
+        balance: how many layers each partition has; the sum is `len(module)`.
+        devices: one for each partition (more are dropped). By default the visible accelerators, or, where there are
+            none, the CPU for all.
+        chunks: the largest number of micro-batches; a mini-batch is cut as `torch.chunk` cuts it.
+        checkpoint: "never". The modes that recompute ("always", "except_last") are not there yet.
+        deferred_batch_norm: not there yet.
+        executor: "lanes": a thread for each partition. "serial": the same plan in the caller's thread, with bitwise
+            the same results; a help for debugging.
+
+    Raises:
+        TypeError: `module` is no `nn.Sequential`; a number that is no integer.
+        ValueError: no balance, or one that does not fit; `chunks` below 1; an unknown `checkpoint` or `executor`; a
+            module or parameter shared across devices.
+        IndexError: fewer devices than partitions.
+        NotImplementedError: an option that is not there yet.
+
+    Shape:
+        - Input: a tensor (rows, ...), on the first partition's device; or a tuple or structure of such tensors, all
+          with as many rows, and of other values, which every micro-batch is given.
+        - Output: what the plain module returns, on the last partition's device.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> model = GPipe(model, balance=[2, 1], devices=["cpu", "cpu"], chunks=4, checkpoint="never")
+        >>> model(torch.zeros(16, 8)).shape
+        torch.Size([16, 2])
+    """
+
+    balance: list[int]
+    """How many layers each partition has."""
+    devices: list[torch.device]
+    """Each partition's device."""
+    partitions: nn.ModuleList
+    """Each partition, an `nn.Sequential` of layers under their names in the given module."""
+    plan: PipelinePlan
+    """The partitions as a value: layers, devices, bytes; and the schedule for a number of micro-batches."""
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: Literal["always", "except_last", "never"] = "except_last",
+        deferred_batch_norm: bool = False,
+        executor: Literal["lanes", "serial"] = "lanes",
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Sequential):
+            raise TypeError(f"module must be an nn.Sequential, so that it can be split, but is a {_type_name(module)}")
+        self.chunks = chunks
+        _one_of("checkpoint", checkpoint, "always", "except_last", "never")
+        _one_of("executor", executor, "lanes", "serial")
+        balance = None if balance is None else list(balance)
+        self.plan = plan_partitions(module, balance, _devices(devices, 0 if balance is None else len(balance)))
+        _refuse_lazy(module)
+        if checkpoint != "never":
+            raise NotImplementedError(f'checkpoint="{checkpoint}" is not there yet: use checkpoint="never"')
+        if deferred_batch_norm:
+            raise NotImplementedError("deferred_batch_norm=True is not there yet: statistics are per micro-batch")
+        self.checkpoint = checkpoint
+        self.executor = executor
+        self.balance = [len(partition.layers) for partition in self.plan.partitions]
+        self.devices = [torch.device(partition.device) for partition in self.plan.partitions]
+        self.partitions = nn.ModuleList(
+            nn.Sequential(OrderedDict((name, module._modules[name]) for name in partition.layers)).to(device)
+            for partition, device in zip(self.plan.partitions, self.devices, strict=True)
+        )
+        self._lanes = Lanes([f"torchrelay-lane-{partition.index}" for partition in self.plan.partitions])
+        self._programs: dict[int, Programs] = {}
+
+    @property
+    def chunks(self) -> int:
+        """The largest number of micro-batches; may be changed between steps."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        if isinstance(chunks, bool) or not hasattr(chunks, "__index__"):
+            raise TypeError(f"chunks must be an integer, but is {chunks!r}")
+        if (chunks := operator.index(chunks)) < 1:
+            raise ValueError(f"chunks must be at least 1, but is {chunks}")
+        self._chunks = chunks
+
+    def forward(self, input: Any) -> Any:  # noqa: A002 - torch's name
+        """The module's output for a mini-batch, computed in at most :attr:`chunks` micro-batches.
+
+        Raises:
+            ValueError: tensors whose numbers of rows differ, a tensor without dimensions or on another device, an
+                output that cannot be joined.
+            Exception: whatever a layer raised, with a note that says in which partition, layer and micro-batch.
+        """
+        if len(self.partitions) == 0:
+            return input
+        # With one partition nothing runs at the same time, and a lane would only cost.
+        lanes = self._lanes if self.executor == "lanes" and len(self.partitions) > 1 else None
+        step = Step(Pipeline(list(self.partitions), self.devices, lanes))
+        return step.forward(input, self.chunks, self._programs_for)
+
+    def _programs_for(self, microbatches: int) -> Programs:
+        programs = self._programs.get(microbatches)
+        if programs is None:
+            if len(self._programs) >= _PROGRAMS_KEPT:
+                self._programs.clear()
+            programs = self._programs[microbatches] = Programs.of(self.plan.schedule(microbatches))
+        return programs
+
+    # ---- the layers, as of the plain module
+
+    def __len__(self) -> int:
+        """The number of layers."""
+        return sum(self.balance)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """A layer by its place, counted from the end if negative."""
+        place = operator.index(index)
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"layer {place} is out of range: there are {len(self)}")
+        return list(self)[place]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers, first to last."""
+        for partition in self.partitions:
+            yield from partition._modules.values()  # type: ignore[misc] # a Sequential's children are modules
+
+    # ---- what would tear the partitions from their devices
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Not for a pipeline, whose partitions have devices of their own."""
+        self._refuse_moving()
+
+    def cpu(self) -> NoReturn:
+        """Not for a pipeline, whose partitions have devices of their own."""
+        self._refuse_moving()
+
+    def to(self, *args: Any, **kwargs: Any) -> "GPipe":
+        """As `nn.Module.to` for a dtype or memory format; a device is a TypeError."""
+        if torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
+            self._refuse_moving()
+        return super().to(*args, **kwargs)
+
+    def _refuse_moving(self) -> NoReturn:
+        raise TypeError("the partitions of a GPipe have devices of their own: give `devices` when it is made")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_programs": {}}
+
+    def extra_repr(self) -> str:
+        """Shown in the repr, above the partitions."""
+        lines = [f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, executor={self.executor!r}"]
+        return "\n".join([*lines, *map(str, self.plan.partitions)])
+
+
+def _devices(devices: Iterable[Device] | None, wanted: int) -> Sequence[torch.device]:
+    if devices is not None:
+        return [_with_index(torch.device(device)) for device in devices]
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return [torch.device("cpu")] * wanted
+    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _one_of(name: str, value: object, *allowed: str) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, but is {value!r}")
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"{name} has no shape yet: run the plain module once on a sample before it is split")
+
+
+def _type_name(value: object) -> str:
+    return type(value).__name__

@@ -1,0 +1,83 @@
+"""The caller's context, taken along into the lanes.
+
+A new thread inherits none of what torch keeps per thread. A lane enters, once for a whole program, what the caller
+has: grad mode, inference mode, autocast, default device, current streams and contextvars. Some contexts hold objects
+of the user's that are not made for several threads at once (dispatch modes such as a FLOP counter, function modes,
+saved-tensor hooks); while one is active the plan runs in the caller's own thread, where it holds by itself.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack  # type: ignore[attr-defined]
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+__all__ = ["CallerContext", "needs_callers_thread"]
+
+
+def needs_callers_thread() -> bool:
+    """Whether a context is active that must not be entered by several threads at once."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or _has_saved_tensor_hooks()
+        or any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+    )
+
+
+def _has_saved_tensor_hooks() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+class CallerContext:
+    """What the thread that makes this object has; :meth:`enter` gives another thread the same."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        types = {"cpu", *(device.type for device in devices)} - {"meta"}
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in sorted(types)
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        ]
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._function_modes = list(_get_current_function_mode_stack())
+        self._contextvars = contextvars.copy_context()
+        # On the caller's own streams the lanes' work is ordered with the caller's, by device, without an event.
+        self._streams = [torch.cuda.current_stream(device) for device in sorted_cuda(devices)]
+
+    def run(self, device: torch.device, program: Any) -> None:
+        """Call `program` in this context, on `device`."""
+        # A Context can be entered once at a time, so that each lane has its own copy.
+        self._contextvars.copy().run(self._run, device, program)
+
+    def _run(self, device: torch.device, program: Any) -> None:
+        with self.enter(device):
+            program()
+
+    @contextlib.contextmanager
+    def enter(self, device: torch.device) -> Iterator[None]:
+        """The caller's modes, in this thread."""
+        with contextlib.ExitStack() as stack:
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            if torch.is_grad_enabled() != self._grad:
+                stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_cache))
+            for mode in self._function_modes:
+                stack.enter_context(mode)
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+            yield
+
+
+def sorted_cuda(devices: Iterable[torch.device]) -> list[torch.device]:
+    """The CUDA devices among these, each once, by index."""
+    return sorted({device for device in devices if device.type == "cuda"}, key=lambda device: device.index)

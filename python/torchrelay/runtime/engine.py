@@ -1,0 +1,42 @@
+"""One partition's backward through one micro-batch: torch's engine, called as cheaply as can be.
+
+`torch.autograd.grad` checks for each call what is known here (shapes of gradients, batched gradients, duplicates),
+which costs about as much again as the engine itself; so the engine is called as torch calls it, where this torch has
+that entry.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["gradients", "keeps_graph", "will_run"]
+
+try:
+    from torch.autograd.graph import _engine_run_backward as _run
+except ImportError:  # pragma: no cover - a torch to come
+    _run = None  # type: ignore[assignment]
+
+
+def gradients(
+    outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, retain_graph: bool
+) -> Sequence[Tensor | None]:
+    """The gradients of `inputs`, None for one that `outputs` do not depend on. They may share memory or be expanded."""
+    if _run is None:  # pragma: no cover
+        return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=retain_graph, allow_unused=True)
+    found: Sequence[Tensor | None] = _run(
+        tuple(outputs), tuple(grad_outputs), retain_graph, False, tuple(inputs), True, accumulate_grad=False
+    )
+    return found
+
+
+def keeps_graph() -> bool:
+    """Whether the backward in progress was asked to keep the graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward in progress is going to run `node`, which it does not when no gradient below is asked for."""
+    ask = getattr(torch._C, "_will_engine_execute_node", None)
+    return True if ask is None else bool(ask(node))

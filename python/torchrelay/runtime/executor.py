@@ -1,0 +1,144 @@
+"""Carries out a phase of a schedule: each rank's actions in the plan's order, in its lane or in the caller's thread.
+
+What a task needs comes through a queue from the stage before it and what it gives goes into the queue of the stage
+after it, so that the interpretation of an action is: take, compute, put. The schedule was verified; whatever order it
+has, this follows.
+
+1. A rank's actions run in the plan's order, one at a time.
+2. A failure in any lane ends every other at its next task, and reaches whoever waits, with its own traceback.
+3. Nobody returns to the caller with an error while a lane is still at work on the phase.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from torchrelay._core import Action, Schedule
+from torchrelay.runtime.context import CallerContext
+from torchrelay.runtime.lanes import Lanes
+
+__all__ = ["Phase", "Task"]
+
+_STOP = object()
+
+
+class Task(NamedTuple):
+    """How to interpret an action: `compute(microbatch, stage, value)` gives what goes `step` stages on."""
+
+    compute: Callable[[int, int, Any], Any]
+    step: int
+
+
+class Phase:
+    """The forward or the backward half of a step, while it runs."""
+
+    def __init__(self, schedule: Schedule, programs: Sequence[Sequence[Action]], tasks: Mapping[str, Task]) -> None:
+        self._programs = programs
+        self._tasks = tasks
+        self._ended = [threading.Event() for _ in programs]
+        self._at_work: Sequence[int] = ()
+        # One queue in front of each stage and one behind the last, in the direction of the phase.
+        self._queues: dict[int, SimpleQueue[Any]] = {stage: SimpleQueue() for stage in range(-1, schedule.stages + 1)}
+        self._failure: BaseException | None = None
+
+    def feed(self, stage: int, values: Sequence[tuple[int, Any]]) -> None:
+        """Lay the first stage's (micro-batch, value) pairs ready, in the order of its actions."""
+        for pair in values:
+            self._queues[stage].put(pair)
+
+    def results(self, stage: int) -> list[tuple[int, Any]]:
+        """What has arrived in front of `stage`, which no rank's actions take."""
+        queue = self._queues[stage]
+        return [queue.get() for _ in range(queue.qsize())]
+
+    # ---- in lanes
+
+    def start(self, lanes: Lanes, context: CallerContext, devices: Sequence[torch.device]) -> None:
+        """Begin in the lanes: one a rank, on that rank's device."""
+        self._at_work = [rank for rank, program in enumerate(self._programs) if program]
+        lanes.submit(
+            [
+                self._in_lane(rank, context, devices[rank]) if rank in self._at_work else None
+                for rank in range(len(self._programs))
+            ]
+        )
+
+    def wait(self, rank: int) -> None:
+        """Until `rank` has done all its actions.
+
+        Raises:
+            BaseException: what failed in any lane; or what interrupted the wait (Ctrl-C), after the lanes have stopped.
+        """
+        if rank not in self._at_work:
+            return
+        try:
+            self._ended[rank].wait()
+        except BaseException as interruption:
+            self._fail(interruption)
+        if self._failure is not None:
+            self._raise()
+
+    def _in_lane(self, rank: int, context: CallerContext, device: torch.device) -> Callable[[], None]:
+        def program() -> None:
+            try:
+                context.run(device, lambda: self._run(rank))
+            except BaseException as failure:
+                self._fail(failure)
+            finally:
+                self._ended[rank].set()
+
+        return program
+
+    def _run(self, rank: int) -> None:
+        queues, tasks = self._queues, self._tasks
+        for action in self._programs[rank]:
+            task, stage = tasks[action.kind], action.stage
+            microbatch, value = queues[stage].get()
+            if microbatch is _STOP or self._failure is not None:
+                return
+            assert microbatch == action.microbatch, f"{action} was sent micro-batch {microbatch}"
+            queues[stage + task.step].put((microbatch, task.compute(microbatch, stage, value)))
+            del value  # the next get may wait long, and must not keep this alive
+
+    def _fail(self, failure: BaseException) -> None:
+        if self._failure is None:
+            self._failure = failure
+        for queue in self._queues.values():
+            queue.put((_STOP, None))
+
+    def _raise(self) -> None:
+        for rank in self._at_work:  # invariant 3
+            self._ended[rank].wait()
+        failure = self._failure
+        assert failure is not None
+        try:
+            raise failure
+        finally:
+            # The traceback holds this frame and through it this object: without this they would hold each other.
+            self._failure = None
+            self._queues.clear()
+            del failure
+
+    # ---- in the caller's thread
+
+    def run_serially(self) -> None:
+        """All ranks' actions in this thread, each rank going on as long as what it needs is there."""
+        heads = [0] * len(self._programs)
+        moved = True
+        while moved:
+            moved = False
+            for rank, program in enumerate(self._programs):
+                while heads[rank] < len(program) and not self._queues[program[heads[rank]].stage].empty():
+                    self._do(program[heads[rank]])
+                    heads[rank] += 1
+                    moved = True
+        stuck = [str(program[head]) for program, head in zip(self._programs, heads, strict=True) if head < len(program)]
+        assert not stuck, f"a verified schedule came to a standstill before {', '.join(stuck)}"
+
+    def _do(self, action: Action) -> None:
+        task = self._tasks[action.kind]
+        microbatch, value = self._queues[action.stage].get()
+        self._queues[action.stage + task.step].put((microbatch, task.compute(microbatch, action.stage, value)))

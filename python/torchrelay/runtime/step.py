@@ -1,0 +1,262 @@
+"""One step of a pipeline in one process: a forward through the lanes, and the backwards through what it left."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchrelay._core import Action, Schedule
+from torchrelay.runtime.autograd import attach
+from torchrelay.runtime.context import CallerContext, needs_callers_thread
+from torchrelay.runtime.engine import keeps_graph, will_run
+from torchrelay.runtime.executor import Phase, Task
+from torchrelay.runtime.failure import locate
+from torchrelay.runtime.gradients import GradientSum
+from torchrelay.runtime.hooks import HooksAside
+from torchrelay.runtime.lanes import Lanes
+from torchrelay.runtime.microbatch import gather, scatter
+from torchrelay.runtime.parameters import trainable
+from torchrelay.runtime.randomness import StepRandomness
+from torchrelay.runtime.tasks import PartitionTasks
+from torchrelay.runtime.values import flatten, unflatten
+
+__all__ = ["Pipeline", "Programs", "Step"]
+
+
+class Programs(NamedTuple):
+    """A verified schedule, taken apart: each rank's actions of the forward and of the backward."""
+
+    schedule: Schedule
+    forward: Sequence[Sequence[Action]]
+    backward: Sequence[Sequence[Action]]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> "Programs":
+        """Verify and take apart.
+
+        Raises:
+            ScheduleError: a schedule that is incomplete, out of order or would deadlock.
+        """
+        schedule.verify()
+        ranks = [schedule.actions(rank) for rank in range(schedule.ranks)]
+        return cls(
+            schedule,
+            [[action for action in actions if action.kind == "F"] for actions in ranks],
+            [[action for action in actions if action.kind == "B"] for actions in ranks],
+        )
+
+
+class Pipeline(NamedTuple):
+    """What a step needs of the model: partition `j` is `modules[j]` on `devices[j]`, worked on by lane `j`.
+
+    No lanes: the plan is carried out in the caller's thread.
+    """
+
+    modules: Sequence[nn.Module]
+    devices: Sequence[torch.device]
+    lanes: Lanes | None
+
+
+class _Backward(NamedTuple):
+    """One backward through a step, while it runs."""
+
+    phase: Phase
+    sums: Sequence[GradientSum]
+    hooks: HooksAside
+    lowest: int
+
+
+class Step:
+    """Call :meth:`forward` once; autograd calls the rest, as often as the graph is kept."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._n = len(pipeline.modules)
+        self._grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        self._tasks = [
+            PartitionTasks(module, device, trainable(module) if self._grad else [], grad=self._grad)
+            for module, device in zip(pipeline.modules, pipeline.devices, strict=True)
+        ]
+        self._freed = False
+        # By autograd's number of the backward, since several may be under way.
+        self._output_gradients: dict[int, tuple[Tensor | None, ...]] = {}
+        self._backwards: dict[int, _Backward] = {}
+
+    # ---- forward
+
+    def forward(self, value: Any, chunks: int, programs_for: Any) -> Any:
+        """The pipeline's output for a mini-batch.
+
+        Args:
+            value: the mini-batch.
+            chunks: the largest number of micro-batches.
+            programs_for: gives the :class:`Programs` for a number of micro-batches.
+        """
+        microbatches, leaves = scatter(value, chunks, self._pipeline.devices[0])
+        self._programs: Programs = programs_for(len(microbatches))
+        self._inputs = {
+            k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad and self._grad
+        }
+        self._input_rows = [_rows(flatten(microbatch)[0]) for microbatch in microbatches]
+        outputs = self._run_forward(microbatches)
+        joined, spec = gather(outputs)
+        # Micro-batches' rows of each output leaf, by which its gradient is cut apart.
+        self._output_rows = [_rows(flatten(output)[0]) for output in outputs]
+        return unflatten(self._attached(joined, outputs), spec)
+
+    def _run_forward(self, microbatches: Sequence[Any]) -> list[Any]:
+        phase = Phase(self._programs.schedule, self._programs.forward, {"F": Task(self._forward_task, +1)})
+        phase.feed(0, list(enumerate(microbatches)))
+        self._random = StepRandomness(self._pipeline.devices)
+        try:
+            self._carry_out(phase)
+            for j in range(self._n):
+                phase.wait(j)
+        except BaseException:
+            self._random.abandon_forward()
+            self._tasks.clear()
+            raise
+        self._random.finish_forward()
+        return [output for _, output in phase.results(self._n)]
+
+    def _carry_out(self, phase: Phase) -> None:
+        lanes, devices = self._pipeline.lanes, self._pipeline.devices
+        if lanes is None or lanes.is_inside() or needs_callers_thread():
+            phase.run_serially()
+        else:
+            phase.start(lanes, CallerContext(devices), devices)
+
+    def _forward_task(self, i: int, j: int, value: Any) -> Any:
+        try:
+            return self._random.forward(i, j, lambda: self._tasks[j].forward(i, value))
+        except BaseException as failure:
+            locate(failure, "the forward", i, j, self._pipeline.modules[j])
+            raise
+
+    def _attached(self, joined: list[Any], outputs: Sequence[Any]) -> list[Any]:
+        if not self._grad:
+            return joined
+        columns = zip(*(flatten(output)[0] for output in outputs), strict=True)
+        self._attached_leaves = [
+            k for k, column in enumerate(columns) if any(isinstance(x, Tensor) and x.requires_grad for x in column)
+        ]
+        leaves = [tasks.parameters for tasks in self._tasks]
+        leaves[0] = [*leaves[0], *self._inputs.values()]
+        if not self._attached_leaves or not any(leaves):
+            return joined
+        attached = attach(self, [joined[k] for k in self._attached_leaves], leaves)
+        for k, output in zip(self._attached_leaves, attached, strict=True):
+            joined[k] = output
+        return joined
+
+    # ---- backward
+
+    def store_output_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Keep the output's gradients for the backward in progress."""
+        self._output_gradients[_backward_id()] = gradients
+
+    def partition_gradients(self, j: int, node: Any) -> list[Tensor | None]:
+        """Wait for the gradients of partition `j`'s parameters (and, if it is the first, of the input)."""
+        if j == self._n - 1:
+            self._backwards[_backward_id()] = self._start_backward(node)
+        backward = self._backwards[_backward_id()]
+        try:
+            backward.phase.wait(j)
+        except BaseException:
+            self._end_backward(backward)
+            raise
+        gradients = backward.sums[j].take()
+        if j == 0:
+            gradients += self._input_gradients(backward.phase.results(-1))
+        if j == backward.lowest:
+            self._end_backward(backward)
+        return gradients
+
+    def _start_backward(self, node: Any) -> _Backward:
+        if self._freed:
+            raise RuntimeError(
+                "this pipeline's output has been differentiated a second time, but what its forward saved is freed: give "
+                "the first backward retain_graph=True"
+            )
+        keep = keeps_graph()
+        self._freed = not keep
+        lowest = self._lowest_asked_for(node)
+        sums = [GradientSum(len(tasks.parameters)) for tasks in self._tasks]
+        hooks = HooksAside([tasks.parameters for tasks in self._tasks[lowest:]])
+        last = [program[-1].microbatch for program in self._programs.backward]
+
+        def task(i: int, j: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            try:
+                found = self._random.backward(
+                    j, lambda: self._tasks[j].backward(i, gradients, sums[j], retain_graph=keep)
+                )
+            except BaseException as failure:
+                locate(failure, "the backward", i, j, self._pipeline.modules[j])
+                raise
+            if i == last[j]:
+                hooks.restore(j - lowest)
+            return found
+
+        programs = [program if j >= lowest else () for j, program in enumerate(self._programs.backward)]
+        phase = Phase(self._programs.schedule, programs, {"B": Task(task, -1)})
+        phase.feed(self._n - 1, self._cut_output_gradients())
+        backward = _Backward(phase, sums, hooks, lowest)
+        self._random.start_backward()
+        try:
+            self._carry_out(phase)
+        except BaseException:
+            self._end_backward(backward)
+            raise
+        return backward
+
+    def _lowest_asked_for(self, node: Any) -> int:
+        """The first partition whose node this backward runs: `autograd.grad` may ask for less than all."""
+        lowest = self._n - 1
+        while lowest > 0:
+            node = node.next_functions[0][0]  # along the tokens
+            if node is None or not will_run(node):
+                break
+            lowest -= 1
+        return lowest
+
+    def _cut_output_gradients(self) -> list[tuple[int, list[Tensor | None]]]:
+        gradients = self._output_gradients.pop(_backward_id())
+        cut: list[list[Tensor | None]] = [[None] * len(rows) for rows in self._output_rows]
+        for k, gradient in zip(self._attached_leaves, gradients, strict=True):
+            if gradient is not None:
+                pieces = gradient.split([rows[k] for rows in self._output_rows]) if len(cut) > 1 else (gradient,)
+                for mine, piece in zip(cut, pieces, strict=True):
+                    mine[k] = piece
+        return [(action.microbatch, cut[action.microbatch]) for action in self._programs.backward[self._n - 1]]
+
+    def _input_gradients(self, arrived: list[tuple[int, Sequence[Tensor | None]]]) -> list[Tensor | None]:
+        """The gradients of the input's leaves that require one, each joined from its micro-batches."""
+        by_microbatch = [gradients for _, gradients in sorted(arrived, key=lambda pair: pair[0])]
+        return [
+            self._joined_gradient(k, leaf, [gradients[k] for gradients in by_microbatch])
+            for k, leaf in self._inputs.items()
+        ]
+
+    def _joined_gradient(self, k: int, leaf: Tensor, pieces: Sequence[Tensor | None]) -> Tensor | None:
+        if len(pieces) == 1 or all(piece is None for piece in pieces):
+            return pieces[0]
+        return torch.cat(
+            [
+                leaf.new_zeros((rows[k], *leaf.shape[1:])) if piece is None else piece
+                for rows, piece in zip(self._input_rows, pieces, strict=True)
+            ]
+        )
+
+    def _end_backward(self, backward: _Backward) -> None:
+        backward.hooks.restore_all()
+        self._random.finish_backward()
+        self._backwards.pop(_backward_id(), None)
+
+
+def _backward_id() -> int:
+    return int(torch._C._current_graph_task_id())
+
+
+def _rows(leaves: Sequence[Any]) -> list[int]:
+    return [leaf.size(0) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
