@@ -5,8 +5,8 @@
               gradient       │ partition n-1          │ the input
 
 1. The nodes are chained by tokens, tensors on the CPU without content. So a PartitionNode runs in the thread that
-   called backward and may wait there. The OutputNode receives gradients on an accelerator, hence runs in the one backward
-   thread that torch has for that accelerator, and must never wait: the lanes need that thread.
+   called backward and may wait there. The OutputNode receives gradients on an accelerator, hence runs in the one
+   backward thread that torch has for that accelerator, and must never wait: the lanes need that thread.
 2. A node returns its partition's gradients, whole, as soon as they are complete, and nobody holds them any longer: each
    is accumulated once a backward, without a copy, and its hooks fire once.
 3. Differentiating twice raises: what the lanes computed has no graph of its own.

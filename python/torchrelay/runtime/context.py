@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack  # type: ignore[attr-defined]
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 __all__ = ["CallerContext", "needs_callers_thread"]
 
@@ -24,8 +23,13 @@ def needs_callers_thread() -> bool:
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or _has_saved_tensor_hooks()
-        or any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+        or any(not isinstance(mode, DeviceContext) for mode in _function_modes())
     )
+
+
+def _function_modes() -> list[Any]:
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return list(modes)
 
 
 def _has_saved_tensor_hooks() -> bool:
@@ -45,7 +49,7 @@ class CallerContext:
             if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         ]
         self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._function_modes = list(_get_current_function_mode_stack())
+        self._function_modes = _function_modes()
         self._contextvars = contextvars.copy_context()
         # On the caller's own streams the lanes' work is ordered with the caller's, by device, without an event.
         self._streams = [torch.cuda.current_stream(device) for device in sorted_cuda(devices)]

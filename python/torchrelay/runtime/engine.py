@@ -37,6 +37,6 @@ def keeps_graph() -> bool:
 
 
 def will_run(node: Any) -> bool:
-    """Whether the backward in progress is going to run `node`, which it does not when no gradient below is asked for."""
+    """Whether the backward in progress runs `node`; it does not if no gradient below is asked for."""
     ask = getattr(torch._C, "_will_engine_execute_node", None)
     return True if ask is None else bool(ask(node))

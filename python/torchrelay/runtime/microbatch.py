@@ -106,7 +106,7 @@ def _join(position: int, column: Sequence[Any]) -> Any:
         return first
     if first.dim() == 0:
         raise ValueError(
-            f"output {position} has no dimensions, so that the micro-batches' outputs cannot be joined along the batch: "
-            f"compute a loss outside the pipeline, or return one value for each row"
+            f"output {position} has no dimensions, so that it cannot be joined along the batch: compute a loss outside "
+            f"the pipeline, or return one value for each row"
         )
     return first.detach() if len(column) == 1 else torch.cat([tensor.detach() for tensor in column])

@@ -176,15 +176,15 @@ class Step:
     def _start_backward(self, node: Any) -> _Backward:
         if self._freed:
             raise RuntimeError(
-                "this pipeline's output has been differentiated a second time, but what its forward saved is freed: give "
-                "the first backward retain_graph=True"
+                "this pipeline's output is differentiated a second time, but what its forward saved is freed: give the "
+                "first backward retain_graph=True"
             )
         keep = keeps_graph()
         self._freed = not keep
         lowest = self._lowest_asked_for(node)
         sums = [GradientSum(len(tasks.parameters)) for tasks in self._tasks]
         hooks = HooksAside([tasks.parameters for tasks in self._tasks[lowest:]])
-        last = [program[-1].microbatch for program in self._programs.backward]
+        last = [_microbatch(program[-1]) for program in self._programs.backward]
 
         def task(i: int, j: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             try:
@@ -225,10 +225,11 @@ class Step:
         cut: list[list[Tensor | None]] = [[None] * len(rows) for rows in self._output_rows]
         for k, gradient in zip(self._attached_leaves, gradients, strict=True):
             if gradient is not None:
-                pieces = gradient.split([rows[k] for rows in self._output_rows]) if len(cut) > 1 else (gradient,)
+                sizes = [rows[k] for rows in self._output_rows]
+                pieces = torch.split(gradient, sizes) if len(sizes) > 1 else [gradient]
                 for mine, piece in zip(cut, pieces, strict=True):
                     mine[k] = piece
-        return [(action.microbatch, cut[action.microbatch]) for action in self._programs.backward[self._n - 1]]
+        return [(i, cut[i]) for i in map(_microbatch, self._programs.backward[self._n - 1])]
 
     def _input_gradients(self, arrived: list[tuple[int, Sequence[Tensor | None]]]) -> list[Tensor | None]:
         """The gradients of the input's leaves that require one, each joined from its micro-batches."""
@@ -256,6 +257,11 @@ class Step:
 
 def _backward_id() -> int:
     return int(torch._C._current_graph_task_id())
+
+
+def _microbatch(action: Action) -> int:
+    assert action.microbatch is not None
+    return action.microbatch
 
 
 def _rows(leaves: Sequence[Any]) -> list[int]:

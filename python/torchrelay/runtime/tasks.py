@@ -124,7 +124,7 @@ def unknown_leaves(saved: _Saved, parameters: Sequence[Tensor]) -> list[Tensor]:
                 nodes.append(following)
     if any(hasattr(leaf, "_torchrelay_cut") for leaf in found.values()):
         raise RuntimeError(
-            "a layer uses a tensor of another partition that was not handed on as an output: its gradient would be lost. "
-            "Pass it through the partitions in between, or put both layers into one partition"
+            "a layer uses a tensor of another partition that was not handed on as an output: its gradient would be "
+            "lost. Pass it through the partitions in between, or put both layers into one partition"
         )
     return list(found.values())
