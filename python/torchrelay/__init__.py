@@ -1,8 +1,31 @@
 """Data- and pipeline-parallel training for PyTorch, from plans that are printed and verified before they run."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from torchrelay import errors, schedules
 from torchrelay._core import __version__, clock_cycles
-from torchrelay.gpipe import GPipe
-from torchrelay.planning.buckets import compute_bucket_assignment_by_size
+
+if TYPE_CHECKING:
+    from torchrelay.gpipe import GPipe
+    from torchrelay.planning.buckets import compute_bucket_assignment_by_size
 
 __all__ = ["GPipe", "__version__", "clock_cycles", "compute_bucket_assignment_by_size", "errors", "schedules"]
+
+# The names that need torch are imported when they are first used: plans are made, verified and drawn without it, and
+# it takes two seconds to import. Type checkers see the imports above.
+_NEED_TORCH = {
+    "GPipe": "torchrelay.gpipe",
+    "compute_bucket_assignment_by_size": "torchrelay.planning.buckets",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        if name not in _NEED_TORCH:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_NEED_TORCH[name]), name)
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *_NEED_TORCH})
