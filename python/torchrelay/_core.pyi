@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, final
 
 from typing_extensions import Self
@@ -6,6 +6,8 @@ from typing_extensions import Self
 __all__ = [
     "Action",
     "Costs",
+    "Readiness",
+    "ReadinessHook",
     "Schedule",
     "Simulation",
     "__version__",
@@ -104,3 +106,31 @@ class Simulation:
     @property
     def bubble_rate(self) -> float: ...
     def spans(self, rank: int) -> list[tuple[Action, float, float]]: ...
+
+@final
+class Readiness:
+    def __new__(
+        cls,
+        parameters: int,
+        buckets: Sequence[Sequence[int]],
+        *,
+        begin: Callable[[], object],
+        launch: Callable[[int], object],
+    ) -> Self: ...
+    def hook(self, index: int) -> ReadinessHook: ...
+    def start(self, reduce: bool) -> None: ...
+    def mark(self, index: int) -> None: ...
+    def finish(self) -> None: ...
+    def abandon(self) -> None: ...
+    @property
+    def unused(self) -> list[int]: ...
+    @property
+    def late(self) -> list[int]: ...
+    @property
+    def deferred(self) -> bool: ...
+    @property
+    def active(self) -> bool: ...
+
+@final
+class ReadinessHook:
+    def __call__(self, parameter: object) -> None: ...

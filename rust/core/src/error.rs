@@ -73,6 +73,14 @@ pub enum Error {
         /// The index.
         index: i64,
     },
+    /// An index that is missing, unknown, or there twice.
+    #[error("each index must be in exactly one of the {what}, but {index} is not")]
+    NotAPartition {
+        /// What the indices are divided into.
+        what: &'static str,
+        /// The first index at fault.
+        index: usize,
+    },
     /// The bytes of a bucket do not fit in 64 bits.
     #[error("with the tensor at position {position} its bucket exceeds {} bytes", i64::MAX)]
     SumOverflow {

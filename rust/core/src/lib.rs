@@ -17,7 +17,7 @@ mod limits;
 mod partition;
 mod schedule;
 
-pub use bucket::{Buckets, assign_buckets};
+pub use bucket::{Buckets, Phase, Readiness, assign_buckets};
 pub use clock::clock_cycles;
 pub use error::{Error, Result};
 pub use limits::MAX_CELLS;

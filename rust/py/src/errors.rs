@@ -21,6 +21,7 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::LengthsDiffer { .. }
         | Error::IndexOutOfRange { .. }
         | Error::DuplicateIndex { .. }
+        | Error::NotAPartition { .. }
         | Error::SumOverflow { .. }
         | Error::BadCost { .. }
         | Error::ActionText { .. }

@@ -5,6 +5,7 @@ mod convert;
 mod errors;
 
 mod partition;
+mod readiness;
 mod schedule;
 
 /// Plans for data- and pipeline-parallel training.
@@ -19,6 +20,8 @@ mod _core {
     use crate::buckets::assign_buckets;
     #[pymodule_export]
     use crate::partition::verify_partition;
+    #[pymodule_export]
+    use crate::readiness::{Readiness, ReadinessHook};
     #[pymodule_export]
     use crate::schedule::{Action, Costs, Schedule, Simulation, make_gpipe};
 

@@ -1,0 +1,186 @@
+"""The plan of a data-parallel step: which gradients travel in which bucket, and in what order.
+
+What the plan keeps to, whatever the parameters:
+
+1. It is a pure function of the parameters' facts and the limits: equal on every rank that holds the same model.
+2. Every parameter is in exactly one bucket; a bucket holds one dtype on one device.
+3. A parameter with sparse gradients is alone.
+4. Buckets are formed in the order of definition and reduced in the reverse of it, since gradients arrive from the last
+   layer to the first. So the small bucket, limited to 1 MiB, holds what is defined first and is reduced last.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from torchrelay import _core
+
+__all__ = ["Bucket", "BucketPlan", "ParameterFacts", "bucket_limits", "plan_buckets"]
+
+MIB = 1 << 20
+FIRST_BUCKET_BYTES = MIB
+DEFAULT_BUCKET_MIB = 25.0
+_MOST_BYTES = (1 << 63) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterFacts:
+    """What planning knows of a parameter: `name`, `numel` elements of `itemsize` bytes each, the names of its `dtype`
+    and `device`, and whether its gradients will be `sparse`.
+    """
+
+    name: str
+    numel: int
+    itemsize: int
+    dtype: str
+    device: str
+    sparse: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a dense gradient."""
+        return self.numel * self.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel together: `index` is the place in the order of reduction, `members` are positions in the
+    order of definition, `bytes` their sum, `limit` the bytes at which the bucket was closed (0 for a sparse one).
+    """
+
+    index: int
+    members: tuple[int, ...]
+    names: tuple[str, ...]
+    bytes: int
+    dtype: str
+    device: str
+    limit: int
+    sparse: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketPlan:
+    """The buckets of a data-parallel step in the order in which they are reduced over `world_size` ranks."""
+
+    buckets: tuple[Bucket, ...]
+    world_size: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(bucket.bytes for bucket in self.buckets)
+
+    def bucket_of(self, name: str) -> Bucket:
+        """The bucket of a parameter.
+
+        Raises:
+            KeyError: No parameter of that name is planned.
+        """
+        for bucket in self.buckets:
+            if name in bucket.names:
+                return bucket
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        total = sum(len(bucket.names) for bucket in self.buckets)
+        head = (
+            f"{_count(total, 'gradient')}, {_size(self.bytes)}, in {_count(len(self.buckets), 'bucket')}; "
+            f"averaged over {_count(self.world_size, 'rank')}, in this order:"
+        )
+        rows = [("bucket", "size", "limit", "dtype", "device", "parameters")]
+        for bucket in self.buckets:
+            dtype = bucket.dtype + (" (sparse)" if bucket.sparse else "")
+            limit = "-" if bucket.sparse else _size(bucket.limit)
+            rows.append(
+                (str(bucket.index), _size(bucket.bytes), limit, dtype, bucket.device, _abbreviate(bucket.names))
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join([head, *("  " + line.rstrip() for line in lines)]) if self.buckets else head
+
+
+def bucket_limits(cap_mib: float | None = None, caps_mib: Iterable[float] | None = None) -> list[int]:
+    """Limits in bytes, for `plan_buckets`.
+
+    Args:
+        cap_mib: The limit of all buckets but the first formed, in MiB; 25 if None. 0 gives each parameter a bucket.
+        caps_mib: The limits of the first buckets formed, in MiB, instead; the last one holds for all that follow.
+
+    Raises:
+        TypeError: A limit is not a number (a bool is none).
+        ValueError: A limit is negative or not a number, or `caps_mib` is empty.
+    """
+    if caps_mib is None:
+        return [FIRST_BUCKET_BYTES, _limit("bucket_cap_mb", DEFAULT_BUCKET_MIB if cap_mib is None else cap_mib)]
+    limits = [_limit(f"bucket_cap_mb_list[{position}]", cap) for position, cap in enumerate(caps_mib)]
+    if not limits:
+        raise ValueError("bucket_cap_mb_list must hold at least one limit (in MiB); leave it out for the default")
+    return limits
+
+
+def plan_buckets(parameters: Sequence[ParameterFacts], limits: Sequence[int], *, world_size: int) -> BucketPlan:
+    """The first plan, made before any gradient has arrived.
+
+    Args:
+        parameters: In the order of definition.
+        limits: In bytes, per (dtype, device): the n-th bucket formed is closed when it reaches the n-th limit, or the
+            last one. A parameter is never split, so a bucket can be larger than its limit.
+        world_size: How many ranks average.
+
+    Raises:
+        PlanError: A limit is negative, or there is none.
+    """
+    keys: dict[tuple[str, str], int] = {}
+    found, bucket_limit = _core.assign_buckets(
+        [facts.bytes for facts in parameters],
+        [keys.setdefault((facts.dtype, facts.device), len(keys)) for facts in parameters],
+        list(limits),
+        sparse=[facts.sparse for facts in parameters],
+    )
+    ordered = reversed(list(zip(found, bucket_limit, strict=True)))
+    return BucketPlan(
+        tuple(_bucket(index, parameters, members, limit) for index, (members, limit) in enumerate(ordered)), world_size
+    )
+
+
+def _bucket(index: int, parameters: Sequence[ParameterFacts], members: Sequence[int], limit: int) -> Bucket:
+    facts = [parameters[member] for member in members]
+    return Bucket(
+        index,
+        tuple(members),
+        tuple(fact.name for fact in facts),
+        sum(fact.bytes for fact in facts),
+        facts[0].dtype,
+        facts[0].device,
+        limit,
+        facts[0].sparse,
+    )
+
+
+def _limit(what: str, mib: float) -> int:
+    if isinstance(mib, bool) or not isinstance(mib, int | float):
+        raise TypeError(f"{what} is a number of MiB, but is {mib!r}")
+    if math.isnan(mib) or mib < 0:
+        raise ValueError(f"{what} is a number of MiB, 0 or more, but is {mib!r}")
+    return _MOST_BYTES if mib * MIB >= _MOST_BYTES else int(mib * MIB)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _size(size: int) -> str:
+    """Bytes for a reader: 1.5 MiB."""
+    if size == _MOST_BYTES:
+        return "none"
+    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.4g} {units[0]}"
+
+
+def _abbreviate(names: Sequence[str]) -> str:
+    """The names in brief, in the order in which their gradients are expected: the last one first."""
+    if len(names) <= 2:
+        return ", ".join(reversed(names))
+    return f"{len(names)}: {names[-1]} ... {names[0]}"

@@ -1,0 +1,129 @@
+//! Readiness for Python: a tracker shared by the hooks of all parameters of a wrapper.
+//!
+//! The hot path is [`ReadinessHook::__call__`]: torch calls it once for each parameter of each backward. It takes a
+//! lock, counts, and calls into Python only at a backward's first gradient and when buckets have become launchable.
+//! The lock is never held while Python runs, so that a callback may call back.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+use torchrelay_core::{Phase, Readiness as Tracker};
+
+use crate::errors::to_py;
+
+struct Shared {
+    tracker: Mutex<Tracker>,
+    begin: Py<PyAny>,
+    launch: Py<PyAny>,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Tracker> {
+        // Nothing panics under the lock; if something did, the tracker's numbers are still numbers.
+        self.tracker.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn mark(&self, py: Python<'_>, index: usize) -> PyResult<()> {
+        if self.lock().phase() == Phase::Idle {
+            self.begin.call0(py)?;
+        }
+        let stop = self.lock().mark(index);
+        if let Some(stop) = stop {
+            self.launch.call1(py, (stop,))?;
+        }
+        Ok(())
+    }
+}
+
+/// Counts the gradients of a backward; see `torchrelay_core::Readiness`.
+///
+/// `begin` is called at a backward's first gradient and shall call `start`; `launch` gets the number of buckets that may
+/// be launched by now. Both should refer to their owner weakly: the hooks live as long as the parameters.
+#[pyclass(frozen, module = "torchrelay._core")]
+pub struct Readiness(Arc<Shared>);
+
+#[pymethods]
+impl Readiness {
+    #[new]
+    #[pyo3(signature = (parameters, buckets, *, begin, launch))]
+    #[allow(clippy::needless_pass_by_value)] // what pyo3 converts is owned
+    fn new(
+        parameters: usize,
+        buckets: Vec<Vec<usize>>,
+        begin: Py<PyAny>,
+        launch: Py<PyAny>,
+    ) -> PyResult<Self> {
+        let tracker = Mutex::new(Tracker::new(parameters, &buckets).map_err(to_py)?);
+        Ok(Self(Arc::new(Shared { tracker, begin, launch })))
+    }
+
+    /// The hook for one parameter.
+    fn hook(&self, index: usize) -> PyResult<ReadinessHook> {
+        let parameters = self.0.lock().parameters();
+        if index < parameters {
+            return Ok(ReadinessHook { shared: Arc::clone(&self.0), index });
+        }
+        Err(pyo3::exceptions::PyIndexError::new_err(format!(
+            "there is no parameter {index}: there are {parameters}"
+        )))
+    }
+
+    /// Opens a backward.
+    fn start(&self, reduce: bool) {
+        self.0.lock().start(reduce);
+    }
+
+    /// Counts a gradient, as the parameter's hook does.
+    fn mark(&self, py: Python<'_>, index: usize) -> PyResult<()> {
+        self.0.mark(py, index)
+    }
+
+    /// Closes the backward.
+    fn finish(&self) {
+        self.0.lock().finish();
+    }
+
+    /// Forgets the backward.
+    fn abandon(&self) {
+        self.0.lock().abandon();
+    }
+
+    /// Parameters without a gradient in this window.
+    #[getter]
+    fn unused(&self) -> Vec<usize> {
+        self.0.lock().unused()
+    }
+
+    /// Parameters whose gradient came after their bucket was released.
+    #[getter]
+    fn late(&self) -> Vec<usize> {
+        self.0.lock().late().to_vec()
+    }
+
+    /// Whether the buckets of this backward are all released at its end.
+    #[getter]
+    fn deferred(&self) -> bool {
+        self.0.lock().deferred()
+    }
+
+    /// Whether a backward is open.
+    #[getter]
+    fn active(&self) -> bool {
+        self.0.lock().phase() != Phase::Idle
+    }
+}
+
+/// What is registered with `register_post_accumulate_grad_hook`.
+#[pyclass(frozen, module = "torchrelay._core")]
+pub struct ReadinessHook {
+    shared: Arc<Shared>,
+    index: usize,
+}
+
+#[pymethods]
+impl ReadinessHook {
+    fn __call__(&self, py: Python<'_>, parameter: &Bound<'_, PyAny>) -> PyResult<()> {
+        let _ = parameter;
+        self.shared.mark(py, self.index)
+    }
+}
