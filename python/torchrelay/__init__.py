@@ -7,14 +7,24 @@ from torchrelay import errors, schedules
 from torchrelay._core import __version__, clock_cycles
 
 if TYPE_CHECKING:
+    from torchrelay.data_parallel import DistributedDataParallel
     from torchrelay.gpipe import GPipe
     from torchrelay.planning.buckets import compute_bucket_assignment_by_size
 
-__all__ = ["GPipe", "__version__", "clock_cycles", "compute_bucket_assignment_by_size", "errors", "schedules"]
+__all__ = [
+    "DistributedDataParallel",
+    "GPipe",
+    "__version__",
+    "clock_cycles",
+    "compute_bucket_assignment_by_size",
+    "errors",
+    "schedules",
+]
 
 # The names that need torch are imported when they are first used: plans are made, verified and drawn without it, and
 # it takes two seconds to import. Type checkers see the imports above.
 _NEED_TORCH = {
+    "DistributedDataParallel": "torchrelay.data_parallel",
     "GPipe": "torchrelay.gpipe",
     "compute_bucket_assignment_by_size": "torchrelay.planning.buckets",
 }

@@ -62,6 +62,7 @@ enum Event {
     Mark(usize),
     Finish,
     Abandon,
+    Carry(usize),
 }
 
 fn events(parameters: usize) -> impl Strategy<Value = Vec<Event>> {
@@ -70,6 +71,7 @@ fn events(parameters: usize) -> impl Strategy<Value = Vec<Event>> {
         12 => (0..parameters + 1).prop_map(Event::Mark),
         2 => Just(Event::Finish),
         1 => Just(Event::Abandon),
+        1 => (0..parameters + 1).prop_map(Event::Carry),
     ];
     prop::collection::vec(event, 0..120)
 }
@@ -105,6 +107,10 @@ proptest! {
                 Event::Abandon => {
                     tracker.abandon();
                     naive.close(false);
+                }
+                Event::Carry(p) => {
+                    tracker.carry(&[p]);
+                    naive.window.push(p);
                 }
             }
             prop_assert_eq!(tracker.unused(), naive.unused(parameters));

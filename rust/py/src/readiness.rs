@@ -88,6 +88,12 @@ impl Readiness {
         self.0.lock().abandon();
     }
 
+    /// Counts parameters as used in this window.
+    #[allow(clippy::needless_pass_by_value)] // what pyo3 converts is owned
+    fn carry(&self, parameters: Vec<usize>) {
+        self.0.lock().carry(&parameters);
+    }
+
     /// Parameters without a gradient in this window.
     #[getter]
     fn unused(&self) -> Vec<usize> {

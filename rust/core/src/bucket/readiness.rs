@@ -142,6 +142,15 @@ impl Readiness {
             .collect()
     }
 
+    /// Counts parameters as used in this window, as a backward of another tracker has done; unknown ones are none of ours.
+    pub fn carry(&mut self, parameters: &[usize]) {
+        for &parameter in parameters {
+            if let Some(carried) = self.carried.get_mut(parameter) {
+                *carried = true;
+            }
+        }
+    }
+
     /// Parameters that were marked after their bucket was released (4), in order of arrival.
     pub fn late(&self) -> &[usize] {
         &self.late

@@ -1,0 +1,59 @@
+"""Whether all ranks hold the same model: asked once, before anything is sent that would not fit."""
+
+import hashlib
+import typing
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from torchrelay.errors import RankMismatchError
+
+__all__ = ["agree"]
+
+
+def agree(group: dist.ProcessGroup, what: Sequence[tuple[str, Sequence[object]]]) -> None:
+    """Returns if every rank passes the same, and raises on every rank if not.
+
+    Args:
+        group: The ranks.
+        what: Named lists, the same names on every rank; entries are compared by their `str()`.
+
+    Raises:
+        RankMismatchError: Names the first list and entry that differ, the ranks, and both sides' values.
+    """
+    mine = [(name, [str(entry) for entry in entries]) for name, entries in what]
+    digests = _gather(group, hashlib.sha256(repr(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    everyone = _gather(group, mine)
+    raise RankMismatchError(first_difference(everyone))
+
+
+def first_difference(everyone: Sequence[Sequence[tuple[str, Sequence[str]]]]) -> str:
+    """Where the ranks' lists differ first, in words: the same words on every rank."""
+    for place, (name, zero) in enumerate(everyone[0]):
+        lists = [theirs[place][1] for theirs in everyone]
+        for position in range(max(map(len, lists))):
+            entries = [entries[position] if position < len(entries) else None for entries in lists]
+            if len(set(entries)) == 1:
+                continue
+            other = next(rank for rank, entry in enumerate(entries) if entry != entries[0])
+            counts = "" if len({*map(len, lists)}) == 1 else f" ({len(zero)} in all against {len(lists[other])})"
+            agreeing = [rank for rank, entry in enumerate(entries) if entry == entries[other]]
+            return (
+                f"the ranks hold different models: {name} {position}{counts} is [{_shown(entries[0])}] on rank 0, "
+                f"but [{_shown(entries[other])}] on rank{'s' * (len(agreeing) > 1)} {', '.join(map(str, agreeing))}. "
+                "Build the same module, with the same parameters frozen and ignored, on every rank"
+            )
+    return "the ranks differ, but what they report is equal"
+
+
+def _shown(entry: str | None) -> str:
+    return "absent" if entry is None else entry
+
+
+def _gather(group: dist.ProcessGroup, mine: typing.Any) -> list[typing.Any]:
+    """`mine` of every rank, by rank."""
+    everyone: list[typing.Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone

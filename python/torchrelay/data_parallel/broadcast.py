@@ -1,0 +1,117 @@
+"""Rank 0's parameters and buffers, on every rank: once at construction, and the buffers before each forward."""
+
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from torchrelay.data_parallel.parameters import named_buffer_slots
+
+__all__ = ["BufferSync", "broadcast_from_first"]
+
+_MESSAGE_BYTES = 64 << 20
+
+
+@torch.no_grad()
+def broadcast_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrites every rank's tensors by rank 0's, in messages of one device and at most 64 MiB (or one tensor)."""
+    for batch in _batches([tensor.detach() for tensor in tensors]):
+        message, views = _pack(batch)
+        if dist.get_rank(group) == 0:
+            _copy_all(views, batch)
+        dist.broadcast(message, group=group, group_src=0)
+        if dist.get_rank(group) != 0:
+            _copy_all(batch, views)
+
+
+class BufferSync:
+    """Rank 0's buffers for every forward, in one message per device.
+
+    A graph that waits for its backward may have saved a buffer, and must find it as it was. So a buffer that differs
+    from rank 0's is replaced in its module and not overwritten; one that does not differ (or cannot, on rank 0) is left
+    alone. Only the statistics of normalisation layers in training are overwritten: their backward does not read them.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._first = dist.get_rank(group) == 0
+        self._slots = [(owner, key, layer) for _, owner, key, layer in named_buffer_slots(module, ignored)]
+        self._held: list[torch.Tensor | None] = []
+        self._messages: list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Before a forward, on every rank."""
+        self._look_again()
+        for message, buffers, views in self._messages:
+            if self._first:
+                _copy_all(views, buffers)
+            dist.broadcast(message, group=self._group, group_src=0)
+            if not self._first:
+                self._receive(buffers, views)
+
+    def _look_again(self) -> None:
+        """A module may have put other tensors in the place of its buffers; so may the last call."""
+        held = [owner.get(key) for owner, key, _ in self._slots]
+        if len(self._held) == len(held) and all(map(operator.is_, held, self._held)):
+            return
+        self._held = held
+        distinct = {id(buffer): buffer for buffer in held if buffer is not None}
+        packed = [(*_pack(batch), batch) for batch in _batches(list(distinct.values()))]
+        self._messages = [(message, batch, views) for message, views, batch in packed]
+
+    def _receive(self, buffers: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+        statistics = {
+            id(owner.get(key)) for owner, key, layer in self._slots if isinstance(layer, _NormBase) and layer.training
+        }
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        replaced: dict[int, torch.Tensor] = {}
+        for buffer, view in zip(buffers, views, strict=True):
+            if id(buffer) in statistics:
+                targets.append(buffer.data)  # `data` has a version counter of its own
+                sources.append(view)
+            elif buffer.device.type != "cpu" or not torch.equal(buffer, view):
+                replaced[id(buffer)] = view.clone()
+        if targets:
+            _copy_all(targets, sources)
+        if replaced:
+            for owner, key, _ in self._slots:
+                if (fresh := replaced.get(id(owner.get(key)))) is not None:
+                    owner[key] = fresh
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    devices: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            devices.setdefault(tensor.device, []).append(tensor)
+    for members in devices.values():
+        batch: list[torch.Tensor] = []
+        size = 0
+        # The widest elements first: then every tensor in a message is aligned.
+        for tensor in sorted(members, key=lambda tensor: -tensor.element_size()):
+            if batch and size + tensor.nbytes > _MESSAGE_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(tensor)
+            size += tensor.nbytes
+        yield batch
+
+
+def _pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Bytes for one message, and views of them in the shape of the tensors."""
+    message = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=tensors[0].device)
+    views, offset = [], 0
+    for tensor in tensors:
+        piece = message[offset : offset + tensor.nbytes]
+        views.append(piece.view(tensor.dtype).view(tensor.shape))
+        offset += tensor.nbytes
+    return message, views
+
+
+def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    torch._foreach_copy_(list(targets), list(sources))

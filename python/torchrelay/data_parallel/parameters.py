@@ -1,0 +1,158 @@
+"""Which parameters are averaged, what is known of them, and whether that has changed since."""
+
+import dataclasses
+import hashlib
+import operator
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import nn
+
+from torchrelay.errors import ReductionError
+from torchrelay.planning.bucket_plan import ParameterFacts
+
+__all__ = ["Inventory", "Line", "named_buffer_slots", "take_inventory"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """What ranks compare of one parameter; `str()` is what an error shows."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    ignored: bool
+    sparse: bool
+
+    def __str__(self) -> str:
+        words = [f"{self.name}: shape {list(self.shape)}", f"strides {list(self.strides)}", self.dtype]
+        words += ["trainable" if self.requires_grad else "frozen"]
+        words += ["sparse gradients"] * self.sparse + ["ignored"] * self.ignored
+        return ", ".join(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inventory:
+    """The parameters of a module as they were when it was looked through.
+
+    `names` and `tensors` are those to be averaged (trainable and not ignored), in order of definition; `lines` has
+    every parameter. A parameter that several modules share counts once, under its first name.
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[nn.Parameter, ...]
+    facts: tuple[ParameterFacts, ...]
+    lines: tuple[Line, ...]
+    _slots: tuple[tuple[dict[str, nn.Parameter | None], str, str], ...]
+    _held: tuple[nn.Parameter, ...]
+    _idle: tuple[nn.Parameter, ...]
+    _dtypes: list[torch.dtype]
+
+    def outdated(self) -> bool:
+        """Whether the plan has to be made anew: a parameter was unfrozen, or changed its dtype or its device.
+
+        A parameter that was frozen since counts as unused and costs nothing but its place.
+
+        Raises:
+            ReductionError: A parameter was replaced by another object: its value may differ from rank to rank.
+        """
+        # This runs before every forward, so it costs some 0.1 microseconds a parameter.
+        for (owner, key, name), parameter in zip(self._slots, self._held, strict=True):
+            if owner.get(key) is not parameter:
+                raise ReductionError(
+                    f"parameter {name} was replaced or removed after it was wrapped, so its gradient would not be "
+                    "averaged. Change its value in place (under torch.no_grad), or wrap the module again."
+                )
+        if any(map(_requires_grad, self._idle)):
+            return True
+        if list(map(_dtype, self.tensors)) != self._dtypes:
+            return True
+        # All of a module's parameters move together, so one is looked at.
+        return bool(self.tensors) and str(self.tensors[0].device) != self.facts[0].device
+
+    def digest(self) -> bytes:
+        """A hash that is equal on two ranks if and only if their lines are."""
+        return hashlib.sha256("\n".join(map(repr, self.lines)).encode()).digest()
+
+
+_dtype = operator.attrgetter("dtype")
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def take_inventory(module: nn.Module, ignored: Collection[str]) -> Inventory:
+    """Looks through a module; `ignored` are full names of parameters that are left alone.
+
+    Raises:
+        ValueError: A parameter has no memory of its own yet (a lazy one) or shares it with itself (an expanded one).
+    """
+    sparse = set(_sparse_weights(module))
+    slots: list[tuple[dict[str, nn.Parameter | None], str, str]] = []
+    held: list[nn.Parameter] = []
+    known: dict[int, tuple[str, nn.Parameter, bool]] = {}
+    for prefix, owner in module.named_modules():
+        for key, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            _check(name, parameter)
+            known.setdefault(id(parameter), (name, parameter, name in ignored))
+            if name not in ignored:
+                slots.append((owner._parameters, key, name))
+                held.append(parameter)
+    averaged = [(name, parameter) for name, parameter, left_alone in known.values() if not left_alone]
+    chosen = [(name, parameter) for name, parameter in averaged if parameter.requires_grad]
+    tensors = tuple(parameter for _, parameter in chosen)
+    return Inventory(
+        names=tuple(name for name, _ in chosen),
+        tensors=tensors,
+        facts=tuple(_facts(name, parameter, id(parameter) in sparse) for name, parameter in chosen),
+        lines=tuple(_line(*entry, id(entry[1]) in sparse) for entry in known.values()),
+        _slots=tuple(slots),
+        _held=tuple(held),
+        _idle=tuple(parameter for _, parameter in averaged if not parameter.requires_grad),
+        _dtypes=[parameter.dtype for parameter in tensors],
+    )
+
+
+def named_buffer_slots(
+    module: nn.Module, ignored: Collection[str]
+) -> Iterator[tuple[str, dict[str, torch.Tensor | None], str, nn.Module]]:
+    """Each buffer's full name, the dictionary and key that hold it (or None), and its module."""
+    for prefix, owner in module.named_modules():
+        for key in owner._buffers:
+            name = f"{prefix}.{key}" if prefix else key
+            if name not in ignored:
+                yield name, owner._buffers, key, owner
+
+
+def _sparse_weights(module: nn.Module) -> Iterator[int]:
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            yield id(layer.weight)
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    if nn.parameter.is_lazy(parameter):
+        raise ValueError(
+            f"parameter {name} is lazy and has no shape yet; run one forward of the module on a sample, then wrap it"
+        )
+    if parameter.requires_grad and any(
+        stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+    ):
+        raise ValueError(f"parameter {name} is expanded: several of its elements share memory; wrap a clone of it")
+
+
+def _facts(name: str, parameter: nn.Parameter, sparse: bool) -> ParameterFacts:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return ParameterFacts(name, parameter.numel(), parameter.element_size(), dtype, str(parameter.device), sparse)
+
+
+def _line(name: str, parameter: nn.Parameter, ignored: bool, sparse: bool) -> Line:
+    # The stride of a dimension of size 1 means nothing.
+    strides = tuple(
+        stride if size != 1 else 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+    )
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return Line(name, tuple(parameter.shape), strides, dtype, parameter.requires_grad, ignored, sparse)

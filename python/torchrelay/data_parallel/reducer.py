@@ -1,0 +1,259 @@
+"""Carries out a bucket plan during backwards: launches what is ready, in order, and hands the means back at the end.
+
+The life of one backward:
+
+    first gradient, or the module's output is reached   begin: is this backward to be reduced?  (no_sync is asked here)
+    gradients arrive                                    counted in Rust; a ready prefix of the plan is launched
+    the outermost backward ends                         the rest is launched, all is awaited, means become gradients
+    the backward fails instead                          the other ranks are told, and nothing of it is left
+
+What the reducer keeps to:
+
+1. Every rank sends the same messages in the same order, whatever its graph reached: the plan's.
+2. After a reduced backward a parameter that any rank's graph has reached since the last one has the same gradient on
+   every rank: the mean. One that no rank's has reached keeps what it had.
+3. What cannot be averaged right raises at the end of that very backward, on every rank.
+4. Nothing of a failed backward leaks into the next one.
+
+Which parameters were used, and which rank has met trouble, travels as extra elements of the last bucket.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+
+from torchrelay._core import Readiness
+from torchrelay.data_parallel.averaging import Averager, Work
+from torchrelay.data_parallel.parameters import Inventory
+from torchrelay.data_parallel.storage import BucketStorage
+from torchrelay.errors import ReductionError
+from torchrelay.planning.bucket_plan import Bucket, BucketPlan
+
+__all__ = ["Reducer"]
+
+_NAMES_SHOWN = 4
+
+
+class Reducer:
+    """The reduction of a module's gradients; lives as long as its wrapper or a graph of the wrapper's outputs does.
+
+    Args:
+        inventory: The parameters.
+        plan: Their buckets; at least one.
+        group: The ranks.
+        as_views: Whether gradients become views of the buckets' memory.
+
+    Attributes:
+        enabled: Whether backwards that begin from now on are reduced.
+        backwards: How many reduced backwards have been completed.
+    """
+
+    def __init__(self, inventory: Inventory, plan: BucketPlan, group: dist.ProcessGroup, *, as_views: bool) -> None:
+        self.enabled = True
+        self.backwards = 0
+        self._names = inventory.names
+        self._buckets = plan.buckets
+        self._rank = dist.get_rank(group)
+        self._average = Averager(group)
+        flags = len(inventory.tensors) + self._average.world_size
+        last = len(plan.buckets) - 1
+        self._storage = [
+            BucketStorage(bucket, inventory.tensors, as_views=as_views, extra=flags if bucket.index == last else 0)
+            for bucket in plan.buckets
+        ]
+        tail = self._storage[-1].tail
+        self._used, self._trouble = tail[: len(inventory.tensors)], tail[len(inventory.tensors) :]
+        self._lock = threading.RLock()
+        self._reducing = False
+        self._launched = 0
+        self._flying: dict[int, Work] = {}
+        self._adrift: list[BucketStorage] = []
+        self._readiness = Readiness(
+            len(inventory.tensors),
+            [bucket.members for bucket in plan.buckets],
+            begin=_weakly(self.begin),
+            launch=_weakly(self._launch_ready),
+        )
+        handles = [
+            parameter.register_post_accumulate_grad_hook(self._readiness.hook(index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(inventory.tensors)
+        ]
+        self._detach = weakref.finalize(self, _remove_all, handles)
+        self._detach.atexit = False
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        self._detach()
+
+    def used_names(self) -> set[str]:
+        """Names of the parameters that this rank has used since the last reduction."""
+        return set(self._names) - {self._names[index] for index in self._readiness.unused}
+
+    def note_used(self, names: set[str]) -> None:
+        """Counts these parameters as used since the last reduction, as if an unreduced backward had reached them."""
+        self._readiness.carry([index for index, name in enumerate(self._names) if name in names])
+
+    def begin(self) -> None:
+        """Opens a backward, from within it, unless one is open.
+
+        Raises:
+            ReductionError: What an earlier, failed backward had sent could not be brought to an end.
+        """
+        with self._lock:
+            if self._readiness.active:
+                return
+            self._settle()
+            backward = _Backward(self)
+            Variable._execution_engine.queue_callback(backward)
+            self._reducing = self.enabled
+            self._launched = 0
+            self._readiness.start(self._reducing)
+
+    def _launch_ready(self, stop: int) -> None:
+        with self._lock, torch.no_grad():
+            self._launch(stop, frozenset())
+
+    def _launch(self, stop: int, unused: frozenset[int]) -> None:
+        # Several of autograd's threads may bring the news, and not in order: what counts is how far the plan may go.
+        while self._launched < stop:
+            storage = self._storage[self._launched]
+            storage.gather(unused, self._flying)
+            self._launched += 1  # from here on something of it may have been sent
+            try:
+                storage.send(self._average, self._flying)
+            except Exception as error:
+                raise self._failure("could not be sent", storage.bucket, error) from error
+
+    def _end(self) -> None:
+        """The outermost backward is over, without error so far."""
+        with self._lock, torch.no_grad():
+            try:
+                if self._reducing:
+                    self._reduce_rest()
+            except BaseException:
+                self._readiness.abandon()
+                for storage in self._storage:
+                    storage.forget()
+                raise
+            finally:
+                self._flying.clear()
+            self._readiness.finish()
+
+    def _reduce_rest(self) -> None:
+        unused = frozenset(self._readiness.unused)
+        late = self._readiness.late
+        self._used.fill_(1)
+        if unused:
+            self._used[list(unused)] = 0
+        self._trouble.zero_()
+        if late:
+            self._trouble[self._rank] = 1
+        self._launch(len(self._storage), unused)
+        for storage in self._storage:
+            self._wait(storage)
+        self._raise_trouble(late)
+        untouched: frozenset[int] = frozenset()
+        if unused:  # only then, so that an accelerator is not waited for in the usual case
+            anywhere = (self._used != 0).tolist()
+            untouched = frozenset(index for index in unused if not anywhere[index])
+        for storage in self._storage:
+            storage.write_back(unused.intersection(storage.bucket.members), untouched)
+        self.backwards += 1
+
+    def _raise_trouble(self, late: list[int]) -> None:
+        if late:
+            names = ", ".join(self._names[index] for index in late)
+            raise ReductionError(
+                f"a second gradient arrived for {names} in one backward, after the first was already sent to the other "
+                "ranks (a layer used both inside and outside of re-entrant checkpoints does that). The gradients are "
+                "incomplete: set them to None and run the backward again; from now on they are sent at its end"
+            )
+        # Reading makes the host wait for an accelerator, so there the ranks in trouble alone raise.
+        if self._trouble.device.type == "cpu" and bool(self._trouble.any()):
+            ranks = ", ".join(str(rank) for rank, flag in enumerate(self._trouble.tolist()) if flag != 0)
+            raise ReductionError(
+                f"backward {self.backwards} failed on rank {ranks}, so its gradients are incomplete on every rank; see "
+                "the error there. Set the gradients to None before the next backward"
+            )
+
+    def _wait(self, storage: BucketStorage) -> None:
+        try:
+            storage.wait()
+        except Exception as error:
+            raise self._failure("did not come through", storage.bucket, error) from error
+
+    def _failure(self, what: str, bucket: Bucket, error: Exception) -> ReductionError:
+        names = ", ".join(bucket.names[:_NAMES_SHOWN]) + ", ..." * (len(bucket.names) > _NAMES_SHOWN)
+        return ReductionError(
+            f"on rank {self._rank} of {self._average.world_size}, in backward {self.backwards}, bucket {bucket.index} "
+            f"of {len(self._buckets)} ({names}) {what}: {_first_line(error)}. Another rank may have failed, "
+            "have left, or not have run this backward"
+        )
+
+    def _abandon(self) -> None:
+        """The backward has failed: an error in it, or in a hook, is on its way to the caller.
+
+        Other ranks may have sent the same buckets and wait for the rest. It is sent with a flag that tells them; nobody
+        waits for it here.
+        """
+        with self._lock, torch.no_grad():
+            if self._reducing:
+                self._used.zero_()
+                self._trouble.zero_()
+                self._trouble[self._rank] = 1
+                try:
+                    for storage in self._storage[self._launched :]:
+                        storage.gather_nothing()
+                        storage.send(self._average, self._flying)
+                except Exception:  # the transport is down, so nobody waits; and the caller has the first error already
+                    self._launched = len(self._storage)
+                self._adrift = list(self._storage)
+            self._flying.clear()
+            self._readiness.abandon()
+
+    def _settle(self) -> None:
+        """Waits for what an abandoned backward has sent, before its memory is used again."""
+        adrift, self._adrift = self._adrift, []
+        for storage in adrift:
+            self._wait(storage)
+            storage.forget()
+
+
+class _Backward:
+    """One backward, queued for its end. Autograd drops it uncalled if the backward fails, and so tells that, too."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+        self._over = False
+
+    def __call__(self) -> None:
+        self._over = True
+        self._reducer._end()
+
+    def __del__(self) -> None:
+        if not self._over:
+            self._reducer._abandon()
+
+
+def _weakly(method: Callable[..., object]) -> Callable[..., object]:
+    """The method, doing nothing once its owner is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: object) -> object:
+        alive = reference()
+        return None if alive is None else alive(*arguments)
+
+    return call
+
+
+def _remove_all(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".")

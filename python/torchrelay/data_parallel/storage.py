@@ -1,0 +1,243 @@
+"""The memory of one bucket: its gradients are gathered here, averaged and handed back.
+
+Three kinds of gradients share a bucket's turn, each with its own way:
+
+    small   copied into one flat tensor, all by one call, and averaged as one message
+    large   (1 MiB or more) averaged where they are: copying one costs more than a message of its own
+    sparse  averaged as sparse tensors; the only kind in its bucket
+
+Which kind a parameter is depends on its facts alone, so every rank sends the same messages in the same order, whatever
+gradients it has. In the flat tensor each gradient has its parameter's strides.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from torchrelay.data_parallel.averaging import Averager, Work
+from torchrelay.errors import ReductionError
+from torchrelay.planning.bucket_plan import Bucket
+
+__all__ = ["LARGE_BYTES", "BucketStorage"]
+
+LARGE_BYTES = 1 << 20
+
+
+@dataclasses.dataclass
+class _Sent:
+    """A gradient on its way: `tensor` becomes the mean; `own` is it the gradient itself."""
+
+    member: int
+    tensor: torch.Tensor
+    own: bool
+
+
+class BucketStorage:
+    """The gradients of one bucket.
+
+    Args:
+        bucket: Its plan.
+        parameters: All planned parameters, in order of definition.
+        as_views: Whether gradients become views of the flat tensor.
+        extra: How many elements the flat tensor has besides the gradients, for the owner's use: see `tail`.
+    """
+
+    def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter], *, as_views: bool, extra: int) -> None:
+        self.bucket = bucket
+        self.as_views = as_views
+        members = [(member, parameters[member]) for member in bucket.members]
+        self._small: list[tuple[int, nn.Parameter]] = []
+        self._large: list[tuple[int, nn.Parameter]] = []
+        for member, parameter in members:
+            alone = bucket.sparse or parameter.numel() * parameter.element_size() >= LARGE_BYTES
+            (self._large if alone else self._small).append((member, parameter))
+        first = members[0][1]
+        dtype = torch.float32 if bucket.sparse else first.dtype
+        size = sum(parameter.numel() for _, parameter in self._small)
+        self._flat = torch.zeros(size + extra, dtype=dtype, device=first.device)
+        self.tail = self._flat[size:]
+        self._views = _views(self._flat, [parameter for _, parameter in self._small])
+        self._kept: dict[int, torch.Tensor] = {}
+        self._sent: list[_Sent] = []
+        self._works: list[Work] = []
+
+    def gather(self, unused: Collection[int], flying: Mapping[int, Work]) -> None:
+        """Takes the gradients. Nothing has been sent if this raises.
+
+        Args:
+            unused: Members that this rank's graph did not reach. Their gradients, if they have any, are left as they
+                are until `write_back` is told whether another rank's did.
+            flying: What is being averaged in place, by address.
+
+        Raises:
+            ReductionError: A gradient is of a kind that its parameter's layer did not announce.
+        """
+        self._sent = [self._prepare(member, parameter, unused, flying) for member, parameter in self._large]
+        self._gather_small(unused)
+
+    def gather_nothing(self) -> None:
+        """Prepares the messages of `gather` with no gradient in them, for ranks that wait for this one."""
+        self._sent = [_Sent(member, self._blank(parameter), own=False) for member, parameter in self._large]
+
+    def send(self, average: Averager, flying: dict[int, Work]) -> None:
+        """Starts to average what was gathered, and adds to `flying` what is averaged in place."""
+        if self._flat.numel():
+            self._works.append(average.start(self._flat))
+        for sent in self._sent:
+            if sent.tensor.numel():
+                self._works.append(average.start(_flattened(sent.tensor)))
+                if sent.own:
+                    flying[sent.tensor.data_ptr()] = self._works[-1]
+
+    def wait(self) -> None:
+        """Returns when the means are there; raises what the transport raised."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def write_back(self, unused: Collection[int], untouched: Collection[int]) -> None:
+        """Makes the means the parameters' gradients.
+
+        Args:
+            unused: As given to `gather`.
+            untouched: Those of `unused` that no rank's graph reached: they keep what they have.
+        """
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        if not self.as_views or unused:
+            for (member, parameter), view in zip(self._small, self._views, strict=True):
+                gradient = parameter.grad
+                if member in untouched:
+                    if member in self._kept:
+                        view.copy_(self._kept[member])
+                elif self.as_views:
+                    parameter.grad = view
+                elif gradient is None:
+                    parameter.grad = view.clone()
+                else:
+                    targets.append(gradient)
+                    sources.append(view)
+        self._kept.clear()
+        parameters = dict(self._large)
+        for sent in self._sent:
+            parameter = parameters[sent.member]
+            if sent.own or sent.member in untouched:
+                continue
+            gradient = parameter.grad
+            if gradient is None or gradient.is_sparse or (self.as_views and not sent.tensor.is_sparse):
+                parameter.grad = sent.tensor
+            else:
+                targets.append(gradient)
+                sources.append(sent.tensor.to_dense())
+        self._sent = []
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def forget(self) -> None:
+        """Drops what a failed backward left."""
+        self._works = []
+        self._sent = []
+        self._kept.clear()
+
+    def _gather_small(self, unused: Collection[int]) -> None:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for (member, parameter), view in zip(self._small, self._views, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+            elif gradient is view:
+                if member in unused:
+                    self._kept[member] = view.clone()
+            else:
+                targets.append(view)
+                sources.append(gradient)
+        if targets:
+            self._copy(targets, sources)
+        if self.as_views:  # now, not at the end: so the gradients that autograd made are freed as soon as may be
+            for (member, parameter), view in zip(self._small, self._views, strict=True):
+                if member not in unused:
+                    parameter.grad = view
+
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        try:
+            torch._foreach_copy_(targets, sources)
+        except RuntimeError as error:
+            for member, parameter in self._small:
+                if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                    raise ReductionError(
+                        f"the gradient of {self.bucket.names[self.bucket.members.index(member)]} is "
+                        f"{parameter.grad.layout}, but only the weights of nn.Embedding and nn.EmbeddingBag with "
+                        "sparse=True are planned to have sparse gradients; use one of these layers"
+                    ) from error
+            raise
+
+    def _prepare(
+        self, member: int, parameter: nn.Parameter, unused: Collection[int], flying: Mapping[int, Work]
+    ) -> _Sent:
+        gradient = parameter.grad
+        if gradient is None:
+            return _Sent(member, self._blank(parameter), own=False)
+        if self.bucket.sparse:
+            # Weights tied to a dense layer have dense gradients on some ranks; the message is sparse on all.
+            sparse = gradient.detach() if gradient.is_sparse else gradient.detach().to_sparse(1)
+            return _Sent(member, sparse.coalesce().clone(), own=False)
+        if (earlier := flying.get(gradient.data_ptr())) is not None:
+            # Autograd may give two parameters gradients that share memory. The mean of the mean is the mean, but
+            # two messages must not write to one place at a time.
+            earlier.wait()
+        elif member not in unused and _reducible_in_place(gradient, parameter):
+            return _Sent(member, gradient, own=True)
+        return _Sent(member, self._blank(parameter).copy_(gradient.detach()), own=False)
+
+    def _blank(self, parameter: nn.Parameter) -> torch.Tensor:
+        if self.bucket.sparse:
+            indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+            values = parameter.new_empty((0, *parameter.shape[1:]))
+            return torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()
+        strides = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+        return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device).zero_()
+
+
+def _views(flat: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    views, offset = [], 0
+    for parameter in parameters:
+        if _is_dense(parameter):
+            views.append(flat.as_strided(parameter.shape, parameter.stride(), offset))
+        else:
+            views.append(flat[offset : offset + parameter.numel()].view(parameter.shape))
+        offset += parameter.numel()
+    return views
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a piece of memory without gap or overlap, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _reducible_in_place(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
+    """Whether the gradient's memory can be sent as it is: same order of elements as on other ranks, nobody else's
+    memory, no graph of its own.
+    """
+    return (
+        gradient.layout == torch.strided
+        and not gradient.requires_grad
+        and gradient.stride() == parameter.stride()
+        and _is_dense(gradient)
+        and gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+    )
+
+
+def _flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as one row; collectives want it contiguous."""
+    if tensor.is_sparse or tensor.is_contiguous():
+        return tensor
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -1,0 +1,355 @@
+"""The module that users wrap theirs in."""
+
+import contextlib
+import copy
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from torchrelay.data_parallel.agreement import agree
+from torchrelay.data_parallel.broadcast import BufferSync, broadcast_from_first
+from torchrelay.data_parallel.options import forward_sync, one_device, refuse_missing
+from torchrelay.data_parallel.outputs import watch_outputs
+from torchrelay.data_parallel.parameters import Inventory, named_buffer_slots, take_inventory
+from torchrelay.data_parallel.reducer import Reducer
+from torchrelay.planning.bucket_plan import BucketPlan, bucket_limits, plan_buckets
+
+__all__ = ["DistributedDataParallel"]
+
+if typing.TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_PREFIX = "module."
+
+
+class DistributedDataParallel(nn.Module):
+    """Averages a module's gradients over the ranks of a process group, during the backward.
+
+    A drop-in for `torch.nn.parallel.DistributedDataParallel`: the same arguments, and the same gradients wherever that
+    class has the right ones. Every rank wraps the same module and feeds its own inputs; after `loss.backward()` every
+    rank holds, for each parameter that the graph of any rank has reached, the mean of the ranks' gradients. A parameter
+    that no rank has reached keeps the gradient that it had, or None. No flag is needed for unused parameters.
+
+    What will be sent is planned: see `plan`, or print it.
+
+    Whether a backward is reduced is decided when it begins: `no_sync` counts where `backward()` is called. The wrapped
+    module may be called directly; its gradients are averaged as well. Evaluation (in `eval()` or under `no_grad`)
+    sends nothing.
+
+    Args:
+        module: What is trained. Parameters and buffers of rank 0 are copied to all ranks.
+        device_ids: The one device that inputs are moved to, or None.
+        output_device: Accepted for compatibility; with one device, outputs are where the module leaves them.
+        dim: Accepted for compatibility; as `output_device`.
+        broadcast_buffers: The older name of `forward_sync_buffers`; with False, buffers are not copied at construction
+            either.
+        init_sync: False: neither compare nor copy anything at construction. The caller vouches for equal modules.
+        process_group: The ranks; all of them by default. Its timeout limits every wait.
+        bucket_cap_mb: At how many MiB a bucket is closed; 25 by default. The first one formed, which is reduced last,
+            is closed at 1 MiB.
+        find_unused_parameters: Accepted; unused parameters are always found.
+        check_reduction: Not supported.
+        gradient_as_bucket_view: Gradients below 1 MiB become views of the bucket's memory, which saves a copy; they are
+            overwritten by the next backward even if they were set to None before.
+        static_graph: Accepted; nothing has to be promised.
+        delay_all_reduce_named_params: Not supported.
+        param_to_hook_all_reduce: Not supported.
+        mixed_precision: Not supported.
+        device_mesh: A mesh of one dimension, instead of `process_group`.
+        skip_all_reduce_unused_params: Accepted; a hint that changes no result.
+        bucket_cap_mb_list: The limits of the first buckets formed, in MiB, instead of `bucket_cap_mb`.
+        batched_grad_copy: Accepted; gradients are always copied by one call per bucket.
+        forward_sync_buffers: Whether rank 0's buffers are copied to all ranks before each forward that trains (and is
+            not under `no_sync`).
+        lazy_bucket_allocation: Accepted; a hint that changes no result.
+
+    Attributes:
+        module: The wrapped module.
+        plan: The buckets, in the order of reduction.
+        require_backward_grad_sync: Whether a backward that begins now is reduced; `no_sync` sets it.
+
+    Raises:
+        RankMismatchError: The ranks' modules differ; raised on every rank.
+        NotImplementedError: An option that is not supported is used.
+        ValueError: An argument makes no sense, or a parameter is lazy.
+        TypeError: The first argument is no module, or a limit no number.
+    """
+
+    module: nn.Module
+    plan: BucketPlan
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: object | None = None,
+        device_mesh: "DeviceMesh | None" = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Iterable[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
+    ) -> None:
+        """See the class."""
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"a torch.nn.Module is wrapped, but this is a {type(module).__name__}")
+        refuse_missing(
+            {
+                "check_reduction": check_reduction,
+                "delay_all_reduce_named_params": delay_all_reduce_named_params,
+                "param_to_hook_all_reduce": param_to_hook_all_reduce,
+                "mixed_precision": mixed_precision,
+            }
+        )
+        self._limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list)
+        self.device_ids = None if device_ids is None else list(device_ids)
+        self.output_device = output_device
+        self.dim = dim
+        self.forward_sync_buffers = forward_sync(broadcast_buffers, forward_sync_buffers)
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.module = module
+        self._enabled = True
+        self.device_mesh = device_mesh
+        self.process_group = _group(process_group, device_mesh)
+        inventory = take_inventory(module, self.parameters_to_ignore)
+        self._to_device = one_device(device_ids, sorted({p.device for p in inventory.tensors}, key=str))
+        if init_sync:
+            self._agree(inventory)
+            self._copy_first(include_buffers=broadcast_buffers is not False)
+        self._connect(inventory)
+
+    # --- training
+
+    def forward(self, *inputs: typing.Any, **kwargs: typing.Any) -> typing.Any:
+        """What the module returns.
+
+        Raises:
+            ReductionError: A parameter was replaced since the module was wrapped.
+            RankMismatchError: Parameters were unfrozen or cast on some ranks only.
+        """
+        trains = torch.is_grad_enabled()
+        if trains:
+            self._prepare()
+        if self._to_device is not None:
+            inputs, kwargs = _moved((inputs, kwargs), self._to_device)
+        output = self.module(*inputs, **kwargs)
+        if trains and self._reducer is not None:
+            watch_outputs(output, self._reducer.begin)
+        return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards that begin in this context add to this rank's gradients and send nothing.
+
+        The next backward outside averages all that has been added. Buffers are not broadcast in this context either.
+        """
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward that begins now is reduced."""
+        return self._enabled
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._enabled = value
+        if self._reducer is not None:
+            self._reducer.enabled = value
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The older name of `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> typing.NoReturn:
+        """Not supported.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "register_comm_hook is not supported: gradients are averaged as they are; cast the module to send less"
+        )
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Not supported, except with `enable=False`, where it does nothing.
+
+        Raises:
+            NotImplementedError: Unless `enable` is False.
+        """
+        if enable:
+            raise NotImplementedError(
+                "join is not supported: give every rank the same number of batches (DistributedSampler with "
+                "drop_last=True), or end the epoch on all ranks when the first one runs out"
+            )
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Leaves these parameters and buffers, by full name, out of everything; to be called before wrapping."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+
+    # --- construction
+
+    def _agree(self, inventory: Inventory) -> None:
+        buffers = [
+            f"{name}: shape {list(held.shape)}, {held.dtype}"
+            for name, owner, key, _ in named_buffer_slots(self.module, self.parameters_to_ignore)
+            if (held := owner.get(key)) is not None
+        ]
+        options = [f"bucket limits {self._limits} bytes", f"buffers are broadcast: {self.forward_sync_buffers}"]
+        ignored = sorted(self.parameters_to_ignore)
+        agree(
+            self.process_group,
+            [("parameter", inventory.lines), ("buffer", buffers), ("ignored name", ignored), ("option", options)],
+        )
+
+    def _copy_first(self, *, include_buffers: bool) -> None:
+        tensors: list[torch.Tensor] = [
+            parameter for name, parameter in self.module.named_parameters() if name not in self.parameters_to_ignore
+        ]
+        if include_buffers:
+            tensors += [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
+        broadcast_from_first(tensors, self.process_group)
+
+    def _connect(self, inventory: Inventory) -> None:
+        """Makes the plan and what carries it out; asks nothing of other ranks."""
+        self._inventory = inventory
+        self.plan = plan_buckets(inventory.facts, self._limits, world_size=dist.get_world_size(self.process_group))
+        self._sync_buffers = BufferSync(self.module, self.parameters_to_ignore, self.process_group)
+        self._reducer = (
+            Reducer(inventory, self.plan, self.process_group, as_views=self.gradient_as_bucket_view)
+            if self.plan.buckets
+            else None
+        )
+        self.require_backward_grad_sync = self._enabled
+
+    def _prepare(self) -> None:
+        """What a training forward needs beforehand."""
+        if self._inventory.outdated():
+            self._connect_anew()
+        if self.forward_sync_buffers and self.training and self._enabled:
+            self._sync_buffers()
+
+    def _connect_anew(self) -> None:
+        used: set[str] = set()
+        if self._reducer is not None:
+            used = self._reducer.used_names()
+            self._reducer.close()
+        inventory = take_inventory(self.module, self.parameters_to_ignore)
+        self._agree(inventory)
+        self._connect(inventory)
+        if self._reducer is not None:
+            self._reducer.note_used(used)
+
+    # --- saving, copying, showing
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, typing.Any], prefix: str, *arguments: typing.Any, **options: typing.Any
+    ) -> None:
+        _accept_plain_keys(state_dict, prefix, self.module)
+        super()._load_from_state_dict(state_dict, prefix, *arguments, **options)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, typing.Any], strict: bool = True, assign: bool = False
+    ) -> typing.Any:
+        """As `torch.nn.Module.load_state_dict`; takes the bare module's state as well (keys without `module.`)."""
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        if assign:  # the parameters are other objects now
+            if self._reducer is not None:
+                self._reducer.close()
+            self._connect(take_inventory(self.module, self.parameters_to_ignore))
+        return result
+
+    def __getstate__(self) -> dict[str, typing.Any]:
+        gone = ("_reducer", "_inventory", "_sync_buffers", "process_group", "device_mesh", "plan")
+        return {name: value for name, value in self.__dict__.items() if name not in gone}
+
+    def __setstate__(self, state: dict[str, typing.Any], group: dist.ProcessGroup | None = None) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.device_mesh = None
+        self.process_group = _group(group, None)
+        self._connect(take_inventory(self.module, self.parameters_to_ignore))
+
+    def __deepcopy__(self, memo: dict[int, typing.Any]) -> "DistributedDataParallel":
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo), self.process_group)
+        return twin
+
+    def extra_repr(self) -> str:
+        """The plan in a few words."""
+        plan = self.plan
+        gradients = sum(len(bucket.names) for bucket in plan.buckets)
+        return f"{gradients} gradients in {len(plan.buckets)} buckets, averaged over {plan.world_size} ranks"
+
+
+def _group(group: dist.ProcessGroup | None, mesh: "DeviceMesh | None") -> dist.ProcessGroup:
+    if group is not None and mesh is not None:
+        raise ValueError("process_group and device_mesh name the same ranks: pass one of them")
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"a device mesh of one dimension is needed, but this one has {mesh.ndim}: pass a slice of it"
+            )
+        return mesh.get_group()
+    if group is not None:
+        return group
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group: call torch.distributed.init_process_group first (torchrun sets what it reads)"
+        )
+    default = dist.group.WORLD
+    assert default is not None
+    return default
+
+
+def _moved(values: typing.Any, device: torch.device) -> typing.Any:
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)
+
+
+def _accept_plain_keys(state_dict: dict[str, typing.Any], prefix: str, module: nn.Module) -> None:
+    """Renames the keys of a bare module's state in place, if more of them fit so than as they are."""
+    given = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
+    own = set(module.state_dict(keep_vars=True))
+    plain = sum(key in own for key in given)
+    prefixed = sum(key.removeprefix(_PREFIX) in own for key in given if key.startswith(_PREFIX))
+    if plain <= prefixed:
+        return
+    for key in given:
+        state_dict[prefix + _PREFIX + key] = state_dict.pop(prefix + key)
