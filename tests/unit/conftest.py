@@ -1,0 +1,29 @@
+"""Fixtures that several test files use."""
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(params=["lanes", "serial"])
+def executor(request: pytest.FixtureRequest) -> str:
+    """Both ways to carry a plan out."""
+    return request.param
+
+
+@pytest.fixture
+def run_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a program in an interpreter of its own: what is global, or ends the process, stays in there."""
+
+    def run(source: str, *, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        path = tmp_path / "program.py"
+        path.write_text(textwrap.dedent(source))
+        return subprocess.run(
+            [sys.executable, "-W", "error", str(path)], capture_output=True, text=True, timeout=timeout, check=False
+        )
+
+    return run
