@@ -8,7 +8,7 @@ from torchrelay._core import __version__, clock_cycles
 
 if TYPE_CHECKING:
     from torchrelay.data_parallel import DistributedDataParallel
-    from torchrelay.gpipe import GPipe
+    from torchrelay.gpipe import GPipe, is_checkpointing, is_recomputing
     from torchrelay.planning.buckets import compute_bucket_assignment_by_size
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "clock_cycles",
     "compute_bucket_assignment_by_size",
     "errors",
+    "is_checkpointing",
+    "is_recomputing",
     "schedules",
 ]
 
@@ -26,6 +28,8 @@ __all__ = [
 _NEED_TORCH = {
     "DistributedDataParallel": "torchrelay.data_parallel",
     "GPipe": "torchrelay.gpipe",
+    "is_checkpointing": "torchrelay.gpipe",
+    "is_recomputing": "torchrelay.gpipe",
     "compute_bucket_assignment_by_size": "torchrelay.planning.buckets",
 }
 

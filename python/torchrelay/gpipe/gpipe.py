@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchrelay.planning.partitions import PipelinePlan, plan_partitions
+from torchrelay.runtime.buffers import BufferWatch
 from torchrelay.runtime.lanes import Lanes
 from torchrelay.runtime.step import Pipeline, Programs, Step
 
@@ -35,7 +36,8 @@ class GPipe(nn.Module):
         devices: one for each partition (more are dropped). By default the visible accelerators, or, where there are
             none, the CPU for all.
         chunks: the largest number of micro-batches; a mini-batch is cut as `torch.chunk` cuts it.
-        checkpoint: "never". The modes that recompute ("always", "except_last") are not there yet.
+        checkpoint: which micro-batches keep only their input in forward and are recomputed before their backward:
+            "always", "except_last" (all but the last, whose backward comes first) or "never". In eval mode none is.
         deferred_batch_norm: not there yet.
         executor: "lanes": a thread for each partition. "serial": the same plan in the caller's thread, with bitwise
             the same results; a help for debugging.
@@ -88,11 +90,9 @@ class GPipe(nn.Module):
         balance = None if balance is None else list(balance)
         self.plan = plan_partitions(module, balance, _devices(devices, 0 if balance is None else len(balance)))
         _refuse_lazy(module)
-        if checkpoint != "never":
-            raise NotImplementedError(f'checkpoint="{checkpoint}" is not there yet: use checkpoint="never"')
         if deferred_batch_norm:
             raise NotImplementedError("deferred_batch_norm=True is not there yet: statistics are per micro-batch")
-        self.checkpoint = checkpoint
+        self.checkpoint: str = checkpoint
         self.executor = executor
         self.balance = [len(partition.layers) for partition in self.plan.partitions]
         self.devices = [torch.device(partition.device) for partition in self.plan.partitions]
@@ -101,7 +101,8 @@ class GPipe(nn.Module):
             for partition, device in zip(self.plan.partitions, self.devices, strict=True)
         )
         self._lanes = Lanes([f"torchrelay-lane-{partition.index}" for partition in self.plan.partitions])
-        self._programs: dict[int, Programs] = {}
+        self._watches = [BufferWatch(partition) for partition in self.partitions]
+        self._programs: dict[tuple[int, str], Programs] = {}
 
     @property
     def chunks(self) -> int:
@@ -128,15 +129,17 @@ class GPipe(nn.Module):
             return input
         # With one partition nothing runs at the same time, and a lane would only cost.
         lanes = self._lanes if self.executor == "lanes" and len(self.partitions) > 1 else None
-        step = Step(Pipeline(list(self.partitions), self.devices, lanes))
+        step = Step(Pipeline(list(self.partitions), self.devices, self._watches, lanes))
         return step.forward(input, self.chunks, self._programs_for)
 
     def _programs_for(self, microbatches: int) -> Programs:
-        programs = self._programs.get(microbatches)
+        recompute = self.checkpoint if self.training else "never"
+        programs = self._programs.get((microbatches, recompute))
         if programs is None:
             if len(self._programs) >= _PROGRAMS_KEPT:
                 self._programs.clear()
-            programs = self._programs[microbatches] = Programs.of(self.plan.schedule(microbatches))
+            schedule = self.plan.schedule(microbatches, recompute=recompute)
+            programs = self._programs[microbatches, recompute] = Programs.of(schedule)
         return programs
 
     # ---- the layers, as of the plain module

@@ -43,13 +43,19 @@ class PipelinePlan:
 
     partitions: tuple[PartitionPlan, ...]
 
-    def schedule(self, microbatches: int, *, backward: bool = True) -> Schedule:
+    def schedule(self, microbatches: int, *, backward: bool = True, recompute: str = "never") -> Schedule:
         """What each partition does when, for so many micro-batches.
 
+        Args:
+            microbatches: how many.
+            backward: False for inference.
+            recompute: which micro-batches' forwards are computed again before their backward: "never", "except_last",
+                "always".
+
         Raises:
-            PlanError: no micro-batch, or no partition.
+            PlanError: no micro-batch, no partition, or another name than those.
         """
-        return make_gpipe(len(self.partitions), microbatches, backward=backward)
+        return make_gpipe(len(self.partitions), microbatches, backward=backward, recompute=recompute)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.partitions)) or "no partitions"

@@ -8,8 +8,8 @@ saved-tensor hooks); while one is active the plan runs in the caller's own threa
 
 import contextlib
 import contextvars
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -18,11 +18,14 @@ from torch.utils._device import DeviceContext
 __all__ = ["CallerContext", "needs_callers_thread"]
 
 
+T = TypeVar("T")
+
+
 def needs_callers_thread() -> bool:
     """Whether a context is active that must not be entered by several threads at once."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
-        or _has_saved_tensor_hooks()
+        or _saved_tensor_hooks() is not None
         or any(not isinstance(mode, DeviceContext) for mode in _function_modes())
     )
 
@@ -32,8 +35,8 @@ def _function_modes() -> list[Any]:
     return list(modes)
 
 
-def _has_saved_tensor_hooks() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def _saved_tensor_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 class CallerContext:
@@ -50,21 +53,22 @@ class CallerContext:
         ]
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._function_modes = _function_modes()
+        self._saved_tensor_hooks = _saved_tensor_hooks()
         self._contextvars = contextvars.copy_context()
         # On the caller's own streams the lanes' work is ordered with the caller's, by device, without an event.
         self._streams = [torch.cuda.current_stream(device) for device in sorted_cuda(devices)]
 
-    def run(self, device: torch.device, program: Any) -> None:
+    def run(self, device: torch.device, program: Callable[[], T]) -> T:
         """Call `program` in this context, on `device`."""
         # A Context can be entered once at a time, so that each lane has its own copy.
-        self._contextvars.copy().run(self._run, device, program)
+        return self._contextvars.copy().run(self._run, device, program)
 
-    def _run(self, device: torch.device, program: Any) -> None:
-        with self.enter(device):
-            program()
+    def _run(self, device: torch.device, program: Callable[[], T]) -> T:
+        with self._enter(device):
+            return program()
 
     @contextlib.contextmanager
-    def enter(self, device: torch.device) -> Iterator[None]:
+    def _enter(self, device: torch.device) -> Iterator[None]:
         """The caller's modes, in this thread."""
         with contextlib.ExitStack() as stack:
             if self._inference:
@@ -73,8 +77,12 @@ class CallerContext:
                 stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_cache))
+            active = _function_modes()
             for mode in self._function_modes:
-                stack.enter_context(mode)
+                if mode not in active:
+                    stack.enter_context(mode)
+            if self._saved_tensor_hooks is not None and self._saved_tensor_hooks != _saved_tensor_hooks():
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensor_hooks))
             for stream in self._streams:
                 stack.enter_context(torch.cuda.stream(stream))
             if device.type == "cuda":

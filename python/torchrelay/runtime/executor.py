@@ -26,10 +26,13 @@ _STOP = object()
 
 
 class Task(NamedTuple):
-    """How to interpret an action: `compute(microbatch, stage, value)` gives what goes `step` stages on."""
+    """How to interpret an action: `compute(microbatch, stage, value)` gives what goes `step` stages on.
+
+    An action without a step takes nothing and gives nothing to others, and never waits.
+    """
 
     compute: Callable[[int, int, Any], Any]
-    step: int
+    step: int | None
 
 
 class Phase:
@@ -93,15 +96,9 @@ class Phase:
         return program
 
     def _run(self, rank: int) -> None:
-        queues, tasks = self._queues, self._tasks
         for action in self._programs[rank]:
-            task, stage = tasks[action.kind], action.stage
-            microbatch, value = queues[stage].get()
-            if microbatch is _STOP or self._failure is not None:
+            if self._failure is not None or not self._do(action):
                 return
-            assert microbatch == action.microbatch, f"{action} was sent micro-batch {microbatch}"
-            queues[stage + task.step].put((microbatch, task.compute(microbatch, stage, value)))
-            del value  # the next get may wait long, and must not keep this alive
 
     def _fail(self, failure: BaseException) -> None:
         if self._failure is None:
@@ -131,14 +128,28 @@ class Phase:
         while moved:
             moved = False
             for rank, program in enumerate(self._programs):
-                while heads[rank] < len(program) and not self._queues[program[heads[rank]].stage].empty():
+                while heads[rank] < len(program) and self._is_ready(program[heads[rank]]):
                     self._do(program[heads[rank]])
                     heads[rank] += 1
                     moved = True
         stuck = [str(program[head]) for program, head in zip(self._programs, heads, strict=True) if head < len(program)]
         assert not stuck, f"a verified schedule came to a standstill before {', '.join(stuck)}"
 
-    def _do(self, action: Action) -> None:
-        task = self._tasks[action.kind]
-        microbatch, value = self._queues[action.stage].get()
-        self._queues[action.stage + task.step].put((microbatch, task.compute(microbatch, action.stage, value)))
+    def _is_ready(self, action: Action) -> bool:
+        return self._tasks[action.kind].step is None or not self._queues[action.stage].empty()
+
+    # ---- the interpretation
+
+    def _do(self, action: Action) -> bool:
+        """Take, compute, put. False if there is nothing to take any more, after a failure."""
+        (compute, step), stage, microbatch = self._tasks[action.kind], action.stage, action.microbatch
+        assert microbatch is not None
+        if step is None:
+            compute(microbatch, stage, None)
+            return True
+        arrived, value = self._queues[stage].get()
+        if arrived is _STOP:
+            return False
+        assert arrived == microbatch, f"{action} was sent micro-batch {arrived}"
+        self._queues[stage + step].put((microbatch, compute(microbatch, stage, value)))
+        return True

@@ -73,9 +73,7 @@ class StepRandomness:
         with ExitStack() as stack:
             for source in turns:
                 stack.enter_context(source.lock)
-            seed = _mix(_mix(self._seed ^ i) ^ j)
-            for source in turns:
-                source.generator.manual_seed(seed)
+            self._reseed(turns, i, j)
             if i > 0:
                 return task()
             starts = [source.generator.get_state() for source in turns]
@@ -86,6 +84,17 @@ class StepRandomness:
                     source.restore()
             return result
 
+    def recompute(self, i: int, j: int, task: Callable[[], T]) -> T:
+        """Run the recomputation of a forward task: it draws the same."""
+        turns = self._turns[j]
+        if not turns:
+            return task()
+        with ExitStack() as stack:
+            for source in turns:
+                stack.enter_context(source.lock)
+            self._reseed(turns, i, j)
+            return task()
+
     def backward(self, j: int, task: Callable[[], T]) -> T:
         """Run a backward task of partition `j`."""
         turns = self._turns[j]
@@ -95,6 +104,11 @@ class StepRandomness:
             for source in turns:
                 stack.enter_context(source.lock)
             return task()
+
+    def _reseed(self, turns: Sequence[_Source], i: int, j: int) -> None:
+        seed = _mix(_mix(self._seed ^ i) ^ j)
+        for source in turns:
+            source.generator.manual_seed(seed)
 
     def finish_forward(self) -> None:
         """Leave the caller's generators as invariant 1 says.

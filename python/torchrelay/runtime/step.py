@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torchrelay._core import Action, Schedule
 from torchrelay.runtime.autograd import attach
+from torchrelay.runtime.buffers import BufferWatch
 from torchrelay.runtime.context import CallerContext, needs_callers_thread
 from torchrelay.runtime.engine import keeps_graph, will_run
 from torchrelay.runtime.executor import Phase, Task
@@ -18,6 +19,7 @@ from torchrelay.runtime.lanes import Lanes
 from torchrelay.runtime.microbatch import gather, scatter
 from torchrelay.runtime.parameters import trainable
 from torchrelay.runtime.randomness import StepRandomness
+from torchrelay.runtime.recompute import Determinism
 from torchrelay.runtime.tasks import PartitionTasks
 from torchrelay.runtime.values import flatten, unflatten
 
@@ -25,11 +27,15 @@ __all__ = ["Pipeline", "Programs", "Step"]
 
 
 class Programs(NamedTuple):
-    """A verified schedule, taken apart: each rank's actions of the forward and of the backward."""
+    """A verified schedule, taken apart: each rank's actions of the forward and of the backward, and what is recomputed.
+
+    `recomputed` holds (micro-batch, stage).
+    """
 
     schedule: Schedule
     forward: Sequence[Sequence[Action]]
     backward: Sequence[Sequence[Action]]
+    recomputed: frozenset[tuple[int | None, int]]
 
     @classmethod
     def of(cls, schedule: Schedule) -> "Programs":
@@ -43,7 +49,8 @@ class Programs(NamedTuple):
         return cls(
             schedule,
             [[action for action in actions if action.kind == "F"] for actions in ranks],
-            [[action for action in actions if action.kind == "B"] for actions in ranks],
+            [[action for action in actions if action.kind in ("R", "B")] for actions in ranks],
+            frozenset((a.microbatch, a.stage) for actions in ranks for a in actions if a.kind == "R"),
         )
 
 
@@ -55,6 +62,7 @@ class Pipeline(NamedTuple):
 
     modules: Sequence[nn.Module]
     devices: Sequence[torch.device]
+    buffers: Sequence[BufferWatch]
     lanes: Lanes | None
 
 
@@ -75,9 +83,13 @@ class Step:
         self._n = len(pipeline.modules)
         self._grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         self._tasks = [
-            PartitionTasks(module, device, trainable(module) if self._grad else [], grad=self._grad)
-            for module, device in zip(pipeline.modules, pipeline.devices, strict=True)
+            PartitionTasks(module, device, trainable(module) if self._grad else [], watch, grad=self._grad)
+            for module, device, watch in zip(pipeline.modules, pipeline.devices, pipeline.buffers, strict=True)
         ]
+        # What a recomputation must find as the forward did.
+        self._context = CallerContext(pipeline.devices)
+        self._determinism = Determinism()
+        self._serial = pipeline.lanes is None or pipeline.lanes.is_inside() or needs_callers_thread()
         self._freed = False
         # By autograd's number of the backward, since several may be under way.
         self._output_gradients: dict[int, tuple[Tensor | None, ...]] = {}
@@ -122,14 +134,16 @@ class Step:
 
     def _carry_out(self, phase: Phase) -> None:
         lanes, devices = self._pipeline.lanes, self._pipeline.devices
-        if lanes is None or lanes.is_inside() or needs_callers_thread():
+        if self._serial or lanes is None or needs_callers_thread():
             phase.run_serially()
         else:
             phase.start(lanes, CallerContext(devices), devices)
 
     def _forward_task(self, i: int, j: int, value: Any) -> Any:
+        tasks = self._tasks[j]
+        run = tasks.checkpoint if self._grad and (i, j) in self._programs.recomputed else tasks.forward
         try:
-            return self._random.forward(i, j, lambda: self._tasks[j].forward(i, value))
+            return self._random.forward(i, j, lambda: run(i, value))
         except BaseException as failure:
             locate(failure, "the forward", i, j, self._pipeline.modules[j])
             raise
@@ -179,12 +193,25 @@ class Step:
                 "this pipeline's output is differentiated a second time, but what its forward saved is freed: give the "
                 "first backward retain_graph=True"
             )
+        if self._programs.recomputed:
+            self._determinism.check()
         keep = keeps_graph()
         self._freed = not keep
         lowest = self._lowest_asked_for(node)
         sums = [GradientSum(len(tasks.parameters)) for tasks in self._tasks]
         hooks = HooksAside([tasks.parameters for tasks in self._tasks[lowest:]])
         last = [_microbatch(program[-1]) for program in self._programs.backward]
+        devices, modules = self._pipeline.devices, self._pipeline.modules
+
+        def recompute(i: int, j: int, _: None) -> None:
+            def task() -> None:
+                self._context.run(devices[j], lambda: self._tasks[j].recompute(i, keep=keep))
+
+            try:
+                self._random.recompute(i, j, task)
+            except BaseException as failure:
+                locate(failure, "the recomputation", i, j, modules[j])
+                raise
 
         def task(i: int, j: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             try:
@@ -192,14 +219,14 @@ class Step:
                     j, lambda: self._tasks[j].backward(i, gradients, sums[j], retain_graph=keep)
                 )
             except BaseException as failure:
-                locate(failure, "the backward", i, j, self._pipeline.modules[j])
+                locate(failure, "the backward", i, j, modules[j])
                 raise
             if i == last[j]:
                 hooks.restore(j - lowest)
             return found
 
         programs = [program if j >= lowest else () for j, program in enumerate(self._programs.backward)]
-        phase = Phase(self._programs.schedule, programs, {"B": Task(task, -1)})
+        phase = Phase(self._programs.schedule, programs, {"B": Task(task, -1), "R": Task(recompute, None)})
         phase.feed(self._n - 1, self._cut_output_gradients())
         backward = _Backward(phase, sums, hooks, lowest)
         self._random.start_backward()
@@ -229,7 +256,8 @@ class Step:
                 pieces = torch.split(gradient, sizes) if len(sizes) > 1 else [gradient]
                 for mine, piece in zip(cut, pieces, strict=True):
                     mine[k] = piece
-        return [(i, cut[i]) for i in map(_microbatch, self._programs.backward[self._n - 1])]
+        actions = self._programs.backward[self._n - 1]
+        return [(i, cut[i]) for i in (_microbatch(action) for action in actions if action.kind == "B")]
 
     def _input_gradients(self, arrived: list[tuple[int, Sequence[Tensor | None]]]) -> list[Tensor | None]:
         """The gradients of the input's leaves that require one, each joined from its micro-batches."""

@@ -1,4 +1,4 @@
-"""One partition's work on one micro-batch: its forward, and its backward through what the forward left.
+"""One partition's work on one micro-batch: its forward, its recomputation, its backward through what they left.
 
 Each partition has a graph of its own. Its input is cut off from the partition before, so that its backward walks no
 further than itself, and its output's gradient is handed to it.
@@ -9,122 +9,149 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
+from torchrelay.runtime.boundary import Input, unknown_leaves, wants_grad
+from torchrelay.runtime.buffers import BufferWatch
 from torchrelay.runtime.engine import gradients
 from torchrelay.runtime.gradients import GradientSum
-from torchrelay.runtime.values import flatten, unflatten
+from torchrelay.runtime.recompute import checkpointing, recomputing
+from torchrelay.runtime.values import Spec, flatten, unflatten
 
 __all__ = ["PartitionTasks"]
 
 
-class _Saved(NamedTuple):
-    """What a forward task leaves for its backward; both lists have an entry a leaf, None where nothing is needed."""
+class _Graph(NamedTuple):
+    """What a forward leaves for its backward; both lists have an entry a leaf, None where nothing is needed."""
 
     inputs: Sequence[Tensor | None]
     outputs: Sequence[Tensor | None]
 
 
+class _Kept(NamedTuple):
+    """What a forward leaves for its recomputation: its input, and what its output required."""
+
+    leaves: Sequence[Any]
+    spec: Spec
+    # The input under the names that layers know it by, and how often each had been written on.
+    watched: Sequence[Tensor]
+    versions: Sequence[int]
+    required: Sequence[bool]
+
+
 class PartitionTasks:
     """The tasks of one partition in one step."""
 
-    def __init__(self, module: nn.Module, device: torch.device, parameters: list[Tensor], *, grad: bool) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, parameters: list[Tensor], watch: BufferWatch, *, grad: bool
+    ) -> None:
         self.parameters = parameters
         self._module = module
         self._device = device
         self._grad = grad
-        self._saved: dict[int, _Saved] = {}
+        self._graphs: dict[int, _Graph] = {}
+        self._kept: dict[int, _Kept] = {}
+        self._writes_on_input = False
+        self._buffers = watch.step()
+
+    # ---- with a graph, or without any
 
     def forward(self, i: int, value: Any) -> Any:
         """The partition's output for micro-batch `i`."""
         leaves, spec = flatten(value)
         if not self._grad:
-            return self._module(unflatten([self._moved(leaf) for leaf in leaves], spec))
-        inputs = [self._cut_off(leaf) for leaf in leaves]
-        # In-place layers may write on what they are given, but not on a leaf of the graph: hence another name for it.
-        given = [_alias(leaf) if _wants_grad(leaf) else leaf for leaf in inputs]
-        output = self._module(unflatten(given, spec))
-        for before, cut, alias in zip(leaves, inputs, given, strict=True):
-            # An alias counts its versions by itself: who saved this memory for a backward must learn of the write.
-            if alias is not cut and alias._version > 0 and before.device == self._device:
-                increment_version(before)
-        saved = _Saved([_if_grad(cut) for cut in inputs], [_if_grad(leaf) for leaf in flatten(output)[0]])
+            return self._module(unflatten(Input(leaves, self._device).given, spec))
+        output, graph = self._with_graph(leaves, spec)
         if i == 0:
-            self.parameters += unknown_leaves(saved, self.parameters)
-        self._saved[i] = saved
+            self._note_unknown_leaves(graph)
+        self._graphs[i] = graph
         return output
 
     def backward(
         self, i: int, grad_outputs: Sequence[Tensor | None], total: GradientSum, *, retain_graph: bool
     ) -> Sequence[Tensor | None]:
         """Add the parameters' gradients of micro-batch `i` to `total`; the gradients of its input, one a leaf."""
-        saved = self._saved[i] if retain_graph else self._saved.pop(i)
+        retain_graph = retain_graph and i not in self._kept  # else the next backward recomputes it
+        graph = self._graphs[i] if retain_graph else self._graphs.pop(i)
         roots = [
             (output, grad.to(output.device, non_blocking=True))
-            for output, grad in zip(saved.outputs, grad_outputs, strict=True)
+            for output, grad in zip(graph.outputs, grad_outputs, strict=True)
             if output is not None and grad is not None
         ]
-        inputs = [leaf for leaf in saved.inputs if leaf is not None]
+        inputs = [leaf for leaf in graph.inputs if leaf is not None]
         if not roots or not (inputs or self.parameters):
-            return [None] * len(saved.inputs)
+            return [None] * len(graph.inputs)
         outputs, grads = zip(*roots, strict=True)
         found = gradients(outputs, grads, [*inputs, *self.parameters], retain_graph=retain_graph)
         total.add(found[len(inputs) :])
         arrived = iter(found)
-        return [None if leaf is None else next(arrived) for leaf in saved.inputs]
+        return [None if leaf is None else next(arrived) for leaf in graph.inputs]
 
-    def _moved(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.device != self._device:
-            return leaf.to(self._device, non_blocking=True)
-        return leaf
+    def _with_graph(self, leaves: Sequence[Any], spec: Spec) -> tuple[Any, _Graph]:
+        given = Input(leaves, self._device)
+        output = self._module(unflatten(given.given, spec))
+        given.tell_writes()
+        return output, _Graph([_if_grad(leaf) for leaf in given.cut], [_if_grad(leaf) for leaf in flatten(output)[0]])
 
-    def _cut_off(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if not leaf.requires_grad:
-            return self._moved(leaf)
-        cut = self._moved(leaf.detach()).requires_grad_()
-        cut._torchrelay_cut = True
-        return cut
+    def _note_unknown_leaves(self, graph: _Graph) -> None:
+        self.parameters += unknown_leaves(graph.outputs, [*graph.inputs, *self.parameters])
 
+    # ---- with a recomputation in between
 
-def _alias(leaf: Tensor) -> Tensor:
-    """The same memory as `leaf`, above it in the graph, and no view of it (a view of a leaf may not be written on)."""
-    other: Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
-    return other
+    def checkpoint(self, i: int, value: Any) -> Any:
+        """The partition's output for micro-batch `i`, of which only the input is kept."""
+        leaves, spec = flatten(value)
+        spare = [_clone(leaf) for leaf in leaves] if i == 0 or self._writes_on_input else None
+        self._buffers.before_forward(i)
+        given = Input(leaves, self._device)
+        with checkpointing():
+            output = self._module(unflatten(given.given, spec))
+        given.tell_writes()
+        self._buffers.after_forward(i)
+        outputs, output_spec = flatten(output)
+        if i == 0:
+            self._note_unknown_leaves(_Graph([_if_grad(leaf) for leaf in given.cut], [_if_grad(o) for o in outputs]))
+            self._writes_on_input = given.is_written()
+        elif given.is_written() and spare is None:
+            raise RuntimeError(
+                f"the layers wrote on their input in place for micro-batch {i}, but not for the first, so that it "
+                f"is lost for the recomputation: let them do so for every micro-batch, or use inplace=False"
+            )
+        required = [wants_grad(leaf) for leaf in outputs]
+        if self._writes_on_input:
+            assert spare is not None
+            self._kept[i] = _Kept(spare, spec, (), (), required)
+        else:
+            watched = [leaf for leaf in given.given if isinstance(leaf, Tensor)]
+            self._kept[i] = _Kept(given.cut, spec, watched, [leaf._version for leaf in watched], required)
+        # Without the graph: it holds nothing, but a backward must not find it.
+        return unflatten([_detached(leaf) for leaf in outputs], output_spec)
 
-
-def _wants_grad(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
+    def recompute(self, i: int, *, keep: bool) -> None:
+        """The forward of micro-batch `i` again, with a graph; `keep` what another recomputation needs."""
+        kept = self._kept[i] if keep else self._kept.pop(i)
+        if any(leaf._version != version for leaf, version in zip(kept.watched, kept.versions, strict=True)):
+            raise RuntimeError(
+                "the input of a partition has been written on in place since its forward, but is needed for the "
+                "recomputation: do without inplace=True in the layers that come after"
+            )
+        leaves = [_clone(leaf) for leaf in kept.leaves] if keep and self._writes_on_input else kept.leaves
+        with recomputing(), self._buffers.as_in_forward(i, keep=keep):
+            _, graph = self._with_graph(leaves, kept.spec)
+        if [leaf is not None for leaf in graph.outputs] != kept.required:
+            raise RuntimeError(
+                "a recomputation gave another number of outputs that require gradients than its forward: the layers "
+                "must do the same both times (torchrelay.is_recomputing() tells them which it is)"
+            )
+        self._graphs[i] = graph
 
 
 def _if_grad(leaf: Any) -> Tensor | None:
-    return leaf if _wants_grad(leaf) else None
+    return leaf if wants_grad(leaf) else None
 
 
-def unknown_leaves(saved: _Saved, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors that the graph accumulates gradients into, other than the given ones: say a parameter in a plain list.
+def _clone(leaf: Any) -> Any:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
-    Raises:
-        RuntimeError: one of them is what another partition was given, since a layer handed on a tensor by another way
-            than its output; the gradient would not find back.
-    """
-    known = {id(leaf) for leaf in (*saved.inputs, *parameters) if leaf is not None}
-    found: dict[int, Tensor] = {}
-    nodes = [output.grad_fn for output in saved.outputs if output is not None and output.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
-            found[id(leaf)] = leaf
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    if any(hasattr(leaf, "_torchrelay_cut") for leaf in found.values()):
-        raise RuntimeError(
-            "a layer uses a tensor of another partition that was not handed on as an output: its gradient would be "
-            "lost. Pass it through the partitions in between, or put both layers into one partition"
-        )
-    return list(found.values())
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

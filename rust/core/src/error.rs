@@ -24,6 +24,16 @@ pub enum Error {
         /// The largest that is accepted.
         limit: u64,
     },
+    /// A name that is none of those that can be chosen.
+    #[error("{what} must be one of {known}, but is {given:?}")]
+    UnknownOption {
+        /// The name of the argument.
+        what: &'static str,
+        /// What was given.
+        given: String,
+        /// What can be chosen.
+        known: &'static str,
+    },
     /// Buckets need a limit of size.
     #[error("the list of bucket size limits is empty; give at least one limit in bytes")]
     NoLimits,

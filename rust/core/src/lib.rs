@@ -23,5 +23,5 @@ pub use error::{Error, Result};
 pub use limits::MAX_CELLS;
 pub use partition::{Member, MemberKind, Occurrence, Problem, verify_partition};
 pub use schedule::{
-    Action, At, Blocked, Costs, Gpipe, Kind, MAX_STAGES, Schedule, Simulation, Span, make_gpipe,
+    Action, At, Blocked, Costs, Gpipe, Kind, MAX_STAGES, Recompute, Schedule, Simulation, Span, make_gpipe,
 };

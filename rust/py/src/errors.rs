@@ -24,6 +24,7 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::NotAPartition { .. }
         | Error::SumOverflow { .. }
         | Error::BadCost { .. }
+        | Error::UnknownOption { .. }
         | Error::ActionText { .. }
         | Error::MicrobatchMissing(_)
         | Error::MicrobatchUnexpected(_)

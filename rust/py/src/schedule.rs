@@ -241,17 +241,19 @@ impl Simulation {
 
 /// The GPipe schedule.
 #[pyfunction]
-#[pyo3(signature = (ranks, microbatches, *, backward=true, ascending=false))]
+#[pyo3(signature = (ranks, microbatches, *, backward=true, ascending=false, recompute="never"))]
 pub fn make_gpipe(
     ranks: &Bound<'_, PyAny>,
     microbatches: &Bound<'_, PyAny>,
     backward: bool,
     ascending: bool,
+    recompute: &str,
 ) -> PyResult<Schedule> {
     let py = ranks.py();
     let (ranks, microbatches) =
         (count("the number of ranks", ranks)?, count("the number of micro-batches", microbatches)?);
-    let options = core::Gpipe { backward, ascending };
+    let recompute = recompute.parse().map_err(to_py)?;
+    let options = core::Gpipe { backward, ascending, recompute };
     py.detach(|| core::make_gpipe(ranks, microbatches, options)).map(Schedule).map_err(to_py)
 }
 

@@ -8,9 +8,54 @@
 //! rank 2 |  .  . F0 F1 F2 B2 B1 B0  .  .
 //! ```
 
+use std::str::FromStr;
+
 use super::action::{Action, Kind};
 use super::{MAX_STAGES, Schedule};
 use crate::error::{Error, Result};
+
+/// Which micro-batches keep only their input in forward, and are recomputed right before their backward.
+///
+/// A recomputation waits for nobody, so that a rank is through with it when the gradient arrives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Recompute {
+    /// None.
+    #[default]
+    Never,
+    /// All but the last, whose backward comes first: there is nothing to gain in between.
+    ExceptLast,
+    /// All.
+    Always,
+}
+
+impl FromStr for Recompute {
+    type Err = Error;
+
+    /// By the names that GPipe's users know.
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "never" => Ok(Self::Never),
+            "except_last" => Ok(Self::ExceptLast),
+            "always" => Ok(Self::Always),
+            _ => Err(Error::UnknownOption {
+                what: "recompute",
+                given: name.to_owned(),
+                known: "never, except_last, always",
+            }),
+        }
+    }
+}
+
+impl Recompute {
+    /// How many of `m` micro-batches are recomputed, counted from the first.
+    fn count(self, m: u32) -> u32 {
+        match self {
+            Self::Never => 0,
+            Self::ExceptLast => m.saturating_sub(1),
+            Self::Always => m,
+        }
+    }
+}
 
 /// What can be chosen about a GPipe schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,11 +65,13 @@ pub struct Gpipe {
     /// Backward in the order of the forward, which is what `torch.distributed.pipelining` does, rather than in reverse,
     /// which frees first what was stored last.
     pub ascending: bool,
+    /// What is recomputed.
+    pub recompute: Recompute,
 }
 
 impl Default for Gpipe {
     fn default() -> Self {
-        Self { backward: true, ascending: false }
+        Self { backward: true, ascending: false, recompute: Recompute::Never }
     }
 }
 
@@ -40,13 +87,21 @@ pub fn make_gpipe(ranks: usize, microbatches: usize, options: Gpipe) -> Result<S
         value: microbatches as u64,
         limit: u64::from(u32::MAX),
     })?;
+    let recomputed = if options.backward { options.recompute.count(m) } else { 0 };
     let rank_actions = |stage: u16| {
-        let mut actions = Vec::with_capacity(microbatches * (1 + usize::from(options.backward)));
+        let total = microbatches * (1 + usize::from(options.backward)) + recomputed as usize;
+        let mut actions = Vec::with_capacity(total);
         actions.extend((0..m).map(|i| Action::known(Kind::Forward, stage, i)));
-        if options.backward && options.ascending {
-            actions.extend((0..m).map(|i| Action::known(Kind::Backward, stage, i)));
-        } else if options.backward {
-            actions.extend((0..m).rev().map(|i| Action::known(Kind::Backward, stage, i)));
+        let mut back = |i| {
+            if i < recomputed {
+                actions.push(Action::known(Kind::Recompute, stage, i));
+            }
+            actions.push(Action::known(Kind::Backward, stage, i));
+        };
+        match (options.backward, options.ascending) {
+            (true, true) => (0..m).for_each(&mut back),
+            (true, false) => (0..m).rev().for_each(&mut back),
+            (false, _) => {}
         }
         actions
     };

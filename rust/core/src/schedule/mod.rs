@@ -12,7 +12,7 @@ mod verify;
 mod walk;
 
 pub use action::{Action, Kind, MAX_STAGES};
-pub use gpipe::{Gpipe, make_gpipe};
+pub use gpipe::{Gpipe, Recompute, make_gpipe};
 pub use simulate::{Costs, Simulation, Span};
 pub use verify::At;
 pub use walk::Blocked;

@@ -1,0 +1,137 @@
+"""What pipelining costs: paced layers over the ideal wavefront, and tiny layers over the same tasks without threads.
+
+    python benches/python/pipeline.py [--rounds N]
+
+Paced layers sleep, so that two cores can show the quality of a schedule of eight partitions. Tiny layers show the
+overhead of a task. Absolute times are noise on a shared machine; every figure is a ratio or a difference of steps that
+were interleaved in one run.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrelay import GPipe
+
+FORWARD, BACKWARD = 5e-3, 10e-3  # seconds a paced task takes
+
+
+class _Pace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(FORWARD)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        time.sleep(BACKWARD)
+        return gradient.clone()
+
+
+class Paced(nn.Module):
+    """A layer that takes a fixed time, whatever else the machine does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Pace.apply(x * self.weight)
+
+
+def tiny() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+def build(layer: Callable[[], nn.Module], n: int, m: int, executor: str) -> GPipe:
+    torch.manual_seed(0)
+    return GPipe(
+        nn.Sequential(*(layer() for _ in range(n))),
+        [1] * n,
+        devices=["cpu"] * n,
+        chunks=m,
+        checkpoint="never",
+        executor=executor,  # type: ignore[arg-type]
+    )
+
+
+def step(model: nn.Module, x: Tensor) -> tuple[float, float]:
+    """Seconds of a forward and of a backward."""
+    start = time.perf_counter()
+    y = model(x)
+    middle = time.perf_counter()
+    y.backward(torch.ones_like(y))
+    return middle - start, time.perf_counter() - middle
+
+
+def interleaved(models: dict[str, nn.Module], x: Tensor, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Steps of each model, in random order within each round."""
+    for model in models.values():
+        for _ in range(3):
+            step(model, x)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    order, dice = list(models), random.Random(0)
+    for _ in range(rounds):
+        dice.shuffle(order)
+        for name in order:
+            for parameter in models[name].parameters():
+                parameter.grad = None
+            times[name].append(step(models[name], x))
+    return times
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def paced(rounds: int) -> None:
+    print(
+        f"paced layers ({FORWARD * 1e3:.0f} ms forward, {BACKWARD * 1e3:.0f} ms backward): makespan / ideal wavefront"
+    )
+    for n, m in (2, 8), (4, 16), (8, 32):
+        ideal = n + m - 1
+        times = interleaved({"lanes": build(Paced, n, m, "lanes")}, torch.ones(m, 4), rounds)["lanes"]
+        forward = median([f for f, _ in times]) / (ideal * FORWARD)
+        backward = median([b for _, b in times]) / (ideal * BACKWARD)
+        print(f"  {n} partitions x {m:2} micro-batches: forward {forward:.3f}, backward {backward:.3f}")
+
+
+def overhead(rounds: int) -> None:
+    print("tiny layers: microseconds a task over the same plan in the caller's thread (and absolute)")
+    for n, m in (2, 8), (4, 16), (8, 32):
+        models = {executor: build(tiny, n, m, executor) for executor in ("lanes", "serial")}
+        times = interleaved(models, torch.ones(2 * m, 4), rounds)
+        row = []
+        for way, name in enumerate(("forward", "backward")):
+            lanes, serial = ([1e6 * t[way] / (n * m) for t in times[executor]] for executor in ("lanes", "serial"))
+            extra = median([a - b for a, b in zip(lanes, serial, strict=True)])
+            row.append(f"{name} {extra:+.1f} ({median(lanes):.1f}, serial {median(serial):.1f})")
+        print(f"  {n} partitions x {m:2} micro-batches: {', '.join(row)}")
+
+
+def one_partition(rounds: int) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    models = {"plain": layers, "gpipe": GPipe(layers, [8], devices=["cpu"], chunks=1, checkpoint="never")}
+    times = interleaved(models, torch.ones(64, 256), rounds)
+    ratio = median([sum(a) / sum(b) for a, b in zip(times["gpipe"], times["plain"], strict=True)])
+    print(f"one partition, one micro-batch, 8 x Linear(256), over the plain module: {ratio:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40, help="steps of each kind (paced: a fifth of that)")
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    paced(max(rounds // 5, 3))
+    overhead(rounds)
+    one_partition(rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The cut between two partitions' graphs: what a partition is given, and what its output depends on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+__all__ = ["Input", "unknown_leaves", "wants_grad"]
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+class Input:
+    """A partition's input for one micro-batch, cut off from the graph of the partition before.
+
+    Attributes:
+        cut: for each leaf of the value what the partition's graph ends in; what needs no gradient is left as it is.
+        given: what the layers get.
+    """
+
+    def __init__(self, leaves: Sequence[Any], device: torch.device) -> None:
+        self._before = leaves
+        self._device = device
+        self.cut = [_cut_off(leaf, device) for leaf in leaves]
+        self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self.cut]
+        # In-place layers may write on what they are given, but not on a leaf of the graph: hence another name for it.
+        self.given = [_alias(leaf) if wants_grad(leaf) else leaf for leaf in self.cut]
+
+    def tell_writes(self) -> None:
+        """After the layers: whoever saved the memory that was given, for a backward, must learn if it was written on.
+
+        An alias counts its versions by itself, so that a write on it would go unnoticed, and gradients be wrong.
+        """
+        for before, cut, given in zip(self._before, self.cut, self.given, strict=True):
+            if given is not cut and given._version > 0 and before.device == self._device:
+                increment_version(before)
+
+    def is_written(self) -> bool:
+        """After the layers: whether they wrote on what they were given."""
+        return any(
+            isinstance(given, Tensor) and given._version > (version if given is cut else 0)
+            for cut, given, version in zip(self.cut, self.given, self._versions, strict=True)
+        )
+
+
+def wants_grad(leaf: Any) -> bool:
+    """Whether `leaf` is a tensor that requires a gradient."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _cut_off(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not leaf.requires_grad:
+        return _moved(leaf, device)
+    cut = _moved(leaf.detach(), device).requires_grad_()
+    cut._torchrelay_cut = True  # type: ignore[attr-defined]
+    return cut
+
+
+def _moved(leaf: Tensor, device: torch.device) -> Tensor:
+    return leaf if leaf.device == device else leaf.to(device, non_blocking=True)
+
+
+def _alias(leaf: Tensor) -> Tensor:
+    """The same memory as `leaf`, above it in the graph, and no view of it (a view of a leaf may not be written on)."""
+    other: Tensor = _unsafe_view(leaf, leaf.shape)
+    return other
+
+
+def unknown_leaves(outputs: Sequence[Tensor | None], known: Sequence[Tensor | None]) -> list[Tensor]:
+    """What the graph of `outputs` accumulates gradients into, other than `known`: say a parameter in a plain list.
+
+    Raises:
+        RuntimeError: one of them is what a partition was given, since a layer handed on a tensor by another way than
+            its output; the gradient would not find back.
+    """
+    ids = {id(leaf) for leaf in known}
+    found: dict[int, Tensor] = {}
+    nodes = [output.grad_fn for output in outputs if output is not None and output.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in ids:
+            found[id(leaf)] = leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    if any(hasattr(leaf, "_torchrelay_cut") for leaf in found.values()):
+        raise RuntimeError(
+            "a layer uses a tensor of another partition that was not handed on as an output: its gradient would be "
+            "lost. Pass it through the partitions in between, or put both layers into one partition"
+        )
+    return list(found.values())
