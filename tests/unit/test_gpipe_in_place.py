@@ -59,12 +59,6 @@ def test_on_what_went_through_two_boundaries_raises_or_is_right(executor, chunks
 
 
 @CHUNKS
-def test_on_an_input_without_gradient(executor, chunks):
-    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2)).double()
-    assert_same_step(module, split(module, [1, 1], chunks=chunks, executor=executor), lambda: rows(4, 3))
-
-
-@CHUNKS
 def test_on_an_input_that_is_a_leaf_raises_or_is_right(executor, chunks):
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2)).double()
     value = rows(4, 3, requires_grad=True)
