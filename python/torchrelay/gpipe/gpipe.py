@@ -11,6 +11,7 @@ from torch import nn
 from torchrelay.planning.partitions import PipelinePlan, plan_partitions
 from torchrelay.runtime.buffers import BufferWatch
 from torchrelay.runtime.lanes import Lanes
+from torchrelay.runtime.randomness import RandomnessWatch
 from torchrelay.runtime.step import Pipeline, Programs, Step
 
 __all__ = ["GPipe"]
@@ -102,6 +103,7 @@ class GPipe(nn.Module):
         )
         self._lanes = Lanes([f"torchrelay-lane-{partition.index}" for partition in self.plan.partitions])
         self._watches = [BufferWatch(partition) for partition in self.partitions]
+        self._randomness = RandomnessWatch()
         self._programs: dict[tuple[int, str], Programs] = {}
 
     @property
@@ -129,7 +131,7 @@ class GPipe(nn.Module):
             return input
         # With one partition nothing runs at the same time, and a lane would only cost.
         lanes = self._lanes if self.executor == "lanes" and len(self.partitions) > 1 else None
-        step = Step(Pipeline(list(self.partitions), self.devices, self._watches, lanes))
+        step = Step(Pipeline(list(self.partitions), self.devices, self._watches, self._randomness, lanes))
         return step.forward(input, self.chunks, self._programs_for)
 
     def _programs_for(self, microbatches: int) -> Programs:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-__all__ = ["Input", "unknown_leaves", "wants_grad"]
+__all__ = ["Input", "moved", "unknown_leaves", "version", "wants_grad"]
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -24,7 +24,7 @@ class Input:
         self._before = leaves
         self._device = device
         self.cut = [_cut_off(leaf, device) for leaf in leaves]
-        self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self.cut]
+        self._versions = [version(leaf) for leaf in self.cut]
         # In-place layers may write on what they are given, but not on a leaf of the graph: hence another name for it.
         self.given = [_alias(leaf) if wants_grad(leaf) else leaf for leaf in self.cut]
 
@@ -40,8 +40,8 @@ class Input:
     def is_written(self) -> bool:
         """After the layers: whether they wrote on what they were given."""
         return any(
-            isinstance(given, Tensor) and given._version > (version if given is cut else 0)
-            for cut, given, version in zip(self.cut, self.given, self._versions, strict=True)
+            version(given) > (known if given is cut else 0)
+            for cut, given, known in zip(self.cut, self.given, self._versions, strict=True)
         )
 
 
@@ -54,14 +54,20 @@ def _cut_off(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if not leaf.requires_grad:
-        return _moved(leaf, device)
-    cut = _moved(leaf.detach(), device).requires_grad_()
-    cut._torchrelay_cut = True  # type: ignore[attr-defined]
+        return moved(leaf, device)
+    cut = moved(leaf.detach(), device).requires_grad_()
+    cut._torchrelay_cut = True
     return cut
 
 
-def _moved(leaf: Tensor, device: torch.device) -> Tensor:
-    return leaf if leaf.device == device else leaf.to(device, non_blocking=True)
+def moved(leaf: Any, device: torch.device) -> Any:
+    """`leaf` on `device`, if it is a tensor."""
+    return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) and leaf.device != device else leaf
+
+
+def version(leaf: Any) -> int:
+    """How often `leaf` has been written on in place; 0 for what does not count it."""
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 
 
 def _alias(leaf: Tensor) -> Tensor:

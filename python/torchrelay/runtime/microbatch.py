@@ -5,18 +5,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from torchrelay.runtime.boundary import version
 from torchrelay.runtime.values import Spec, flatten, unflatten
 
-__all__ = ["gather", "scatter", "split"]
+__all__ = ["gather", "scatter", "split", "tell_writes"]
 
 
 def split(tensor: Tensor, chunks: int) -> Sequence[Tensor]:
-    """Views of `tensor`, cut along dimension 0 as `torch.chunk` does: no more than `chunks`, none empty.
+    """Parts of `tensor`, cut along dimension 0 as `torch.chunk` does: no more than `chunks`, none empty.
 
-    A tensor without rows is one micro-batch.
+    A tensor without rows is one micro-batch. The parts are in the memory of `tensor`, but each counts by itself how
+    often it is written on: views would share one counter, and a layer that writes on micro-batch 1 in place would spoil
+    what micro-batch 0 saved.
     """
-    return tensor.chunk(chunks) if tensor.size(0) else (tensor,)
+    return torch.unsafe_chunk(tensor, chunks) if tensor.size(0) else (tensor,)
+
+
+def tell_writes(leaves: Sequence[Any], microbatches: Sequence[Any]) -> None:
+    """After the forward: let who saved the mini-batch's tensors for a backward know if layers wrote on their parts."""
+    for k, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and any(version(flatten(microbatch)[0][k]) > 0 for microbatch in microbatches):
+            increment_version(leaf)
 
 
 def scatter(value: Any, chunks: int, device: torch.device) -> tuple[list[Any], Sequence[Any]]:

@@ -5,26 +5,29 @@ what each task draws:
 
 1. Task (i, j) draws from a state derived from (step seed, i, j). The step seed is one draw from the caller's CPU
    generator, which is thus advanced by one draw a step if anything drew, and not at all otherwise.
-2. Tasks that draw from one generator take turns on it. Whoever reseeds it holds its lock.
-3. A partition's first micro-batch always takes its turn, and shows whether the partition draws. If it does not, the
-   other micro-batches of that partition wait for nobody; at the end of the step the generator is compared with what
-   it was, so that one which began to draw in a later micro-batch is an error, not a result that depends on timing.
-   (Where another partition drew as well the comparison cannot tell; layers that draw for some micro-batches of a step
-   only, and not for the first, need `executor="serial"`.)
-4. A partition that drew takes turns in backward too, since a layer that checkpoints itself sets the generator there.
+2. Tasks that draw from one generator take turns on it: a lock is held from the seeding of the task's state until what
+   the generator was before is back. So whoever holds the lock finds the caller's own state.
+3. A partition's first micro-batch always takes its turn, and shows whether the partition draws. If it does not, its
+   other micro-batches wait for nobody. Should the generator not be at the end of a step what it was at its start,
+   something drew out of turn: that is said in a warning, and in the next step every task takes its turn and shows
+   whether it draws, in every later one too if it was a layer (and not, say, a thread that loads data).
+4. Where any partition drew, backward tasks on that generator take turns too: a layer that checkpoints itself sets the
+   generator there.
 
-Numbers that torch does not draw (Python's random, numpy) are not planned.
+Numbers that torch does not draw (Python's random, numpy) are not planned, and a thread of the user's that draws from
+torch's generators during a step takes part in no turn.
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 
-__all__ = ["StepRandomness"]
+__all__ = ["RandomnessWatch", "StepRandomness"]
 
 T = TypeVar("T")
 
@@ -35,115 +38,122 @@ _MASK = (1 << 64) - 1
 
 
 class _Source:
-    """A generator that partitions may draw from, and what it was before the step."""
+    """A generator that partitions may draw from."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.generator = _default_generator(device)
         self.lock = _LOCKS.setdefault(device, threading.Lock())
-        self.before = self.generator.get_state()
 
-    def unchanged_since(self, state: Tensor) -> bool:
-        return torch.equal(self.generator.get_state(), state)
+    @contextmanager
+    def turn(self, seed: int | None) -> Iterator[Callable[[], bool]]:
+        """Hold the generator, seeded if a seed is given; gives a question: has it been drawn from?"""
+        with self.lock:
+            outside = self.generator.get_state()
+            if seed is not None:
+                self.generator.manual_seed(seed)
+            start = self.generator.get_state()
+            try:
+                yield lambda: not torch.equal(self.generator.get_state(), start)
+            finally:
+                self.generator.set_state(outside)
 
-    def restore(self) -> None:
-        self.generator.set_state(self.before)
+
+class RandomnessWatch:
+    """What has been found out about a pipeline's draws; kept from step to step."""
+
+    def __init__(self) -> None:
+        self.every_task = False  # takes its turn
+        self.layers_draw_late = False
+        self.others_draw = False
 
 
 class StepRandomness:
     """What one step draws. `devices` has one device for each partition."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], watch: RandomnessWatch) -> None:
+        self._watch = watch
+        self._every_task = watch.every_task
         cpu = _Source(_CPU)
         accelerators = {device: _Source(device) for device in dict.fromkeys(devices) if device.type == "cuda"}
         self._all = [cpu, *accelerators.values()]
         self._sources = [[cpu, accelerators[device]] if device in accelerators else [cpu] for device in devices]
-        self._turns: list[list[_Source]] = [list(sources) for sources in self._sources]
-        self._seed = _draw(cpu.generator)
-        cpu.restore()
-        self._after_backward: Tensor | None = None
+        self._turns: list[list[_Source]] = [[] for _ in devices]
+        self._late = False
+        with cpu.lock:
+            self._before = cpu.generator.get_state()
+            self._seed = _draw(cpu.generator)
+            states = [cpu.generator.get_state()]
+        self._states = [*states, *(source.generator.get_state() for source in self._all[1:])]
 
     def forward(self, i: int, j: int, task: Callable[[], T]) -> T:
         """Run the forward task of micro-batch `i` on partition `j`, whose first must be the partition's first."""
-        if i == 0:
-            self._turns[j] = list(self._sources[j])  # invariant 3
-        turns = self._turns[j]
-        if not turns:
-            return task()
+        if i > 0 and not self._every_task:
+            return self._in_turn(self._turns[j], self._task_seed(i, j), task)
         with ExitStack() as stack:
-            for source in turns:
-                stack.enter_context(source.lock)
-            self._reseed(turns, i, j)
-            if i > 0:
-                return task()
-            starts = [source.generator.get_state() for source in turns]
+            seed = self._task_seed(i, j)
+            questions = [(source, stack.enter_context(source.turn(seed))) for source in self._sources[j]]
             result = task()
-            self._turns[j] = [s for s, start in zip(turns, starts, strict=True) if not s.unchanged_since(start)]
-            for source in turns:
-                if source not in self._turns[j]:
-                    source.restore()
-            return result
+            drew = [source for source, has_been_drawn_from in questions if has_been_drawn_from()]
+        if i > 0 and any(source not in self._turns[j] for source in drew):
+            self._late = True
+        self._turns[j] += [source for source in drew if source not in self._turns[j]]
+        return result
 
     def recompute(self, i: int, j: int, task: Callable[[], T]) -> T:
         """Run the recomputation of a forward task: it draws the same."""
-        turns = self._turns[j]
-        if not turns:
-            return task()
-        with ExitStack() as stack:
-            for source in turns:
-                stack.enter_context(source.lock)
-            self._reseed(turns, i, j)
-            return task()
+        return self._in_turn(self._turns[j], self._task_seed(i, j), task)
 
     def backward(self, j: int, task: Callable[[], T]) -> T:
         """Run a backward task of partition `j`."""
-        turns = self._turns[j]
-        if not turns:
-            return task()
-        with ExitStack() as stack:
-            for source in turns:
-                stack.enter_context(source.lock)
-            return task()
+        drawn_from = self._drawn_from()
+        return self._in_turn([source for source in self._sources[j] if source in drawn_from], None, task)
 
-    def _reseed(self, turns: Sequence[_Source], i: int, j: int) -> None:
-        seed = _mix(_mix(self._seed ^ i) ^ j)
-        for source in turns:
-            source.generator.manual_seed(seed)
+    def finish_forward(self, *, failed: bool = False) -> None:
+        """Leave the caller's generators as invariant 1 says."""
+        drawn_from = self._drawn_from()
+        strangers = []
+        for source, state in zip(self._all, self._states, strict=True):
+            with source.lock:
+                if source in drawn_from:
+                    continue
+                if not torch.equal(source.generator.get_state(), state):
+                    strangers.append(source.device)
+                elif source.device == _CPU and not drawn_from:
+                    source.generator.set_state(self._before)
+        if not failed:
+            self._learn(strangers)
 
-    def finish_forward(self) -> None:
-        """Leave the caller's generators as invariant 1 says.
-
-        Raises:
-            RuntimeError: a partition drew that had not drawn for its first micro-batch.
-        """
-        changed = self.abandon_forward()
-        if changed is not None:
-            raise RuntimeError(
-                f"a layer drew random numbers on {changed} for a later micro-batch, but none in its partition drew for "
-                f"the first: the result would depend on timing. Let it draw for every micro-batch, or use "
-                f'executor="serial"'
+    def _learn(self, strangers: Sequence[torch.device]) -> None:
+        watch = self._watch
+        if self._every_task and not watch.layers_draw_late:
+            watch.layers_draw_late = self._late
+            watch.every_task = self._late
+            watch.others_draw = not self._late
+        elif strangers and not watch.others_draw and not self._every_task:
+            watch.every_task = True
+            warnings.warn(
+                f"random numbers were drawn on {strangers[0]} during a step, but not by the layers for the first "
+                f"micro-batch: if a layer draws for later micro-batches only, this step's result depended on timing. "
+                f"From now on its tasks take turns",
+                RuntimeWarning,
+                stacklevel=2,
             )
 
-    def abandon_forward(self) -> torch.device | None:
-        """The same for a step that failed; returns a device whose generator was drawn from out of turn."""
-        drew = {source.device for turns in self._turns for source in turns}
-        changed = [s.device for s in self._all if s.device not in drew and not s.unchanged_since(s.before)]
-        for source in self._all:
-            if source.device in drew or source.device in changed:
-                source.restore()
-        if drew:
-            _draw(self._all[0].generator)
-        return changed[0] if changed else None
+    def _drawn_from(self) -> list[_Source]:
+        return [source for source in self._all if any(source in turns for turns in self._turns)]
 
-    def start_backward(self) -> None:
-        """Remember the caller's generators, which a layer that checkpoints itself sets and restores out of turn."""
-        for source in self._all:
-            source.before = source.generator.get_state()
+    def _task_seed(self, i: int, j: int) -> int:
+        return _mix(_mix(self._seed ^ i) ^ j)
 
-    def finish_backward(self) -> None:
-        """Leave the caller's generators as they were."""
-        for source in self._all:
-            source.restore()
+    @staticmethod
+    def _in_turn(sources: Sequence[_Source], seed: int | None, task: Callable[[], T]) -> T:
+        if not sources:
+            return task()
+        with ExitStack() as stack:
+            for source in sources:
+                stack.enter_context(source.turn(seed))
+            return task()
 
 
 def _default_generator(device: torch.device) -> Generator:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torchrelay._core import Action, Schedule
 from torchrelay.runtime.autograd import attach
+from torchrelay.runtime.boundary import version
 from torchrelay.runtime.buffers import BufferWatch
 from torchrelay.runtime.context import CallerContext, needs_callers_thread
 from torchrelay.runtime.engine import keeps_graph, will_run
@@ -16,9 +17,9 @@ from torchrelay.runtime.failure import locate
 from torchrelay.runtime.gradients import GradientSum
 from torchrelay.runtime.hooks import HooksAside
 from torchrelay.runtime.lanes import Lanes
-from torchrelay.runtime.microbatch import gather, scatter
+from torchrelay.runtime.microbatch import gather, scatter, tell_writes
 from torchrelay.runtime.parameters import trainable
-from torchrelay.runtime.randomness import StepRandomness
+from torchrelay.runtime.randomness import RandomnessWatch, StepRandomness
 from torchrelay.runtime.recompute import Determinism
 from torchrelay.runtime.tasks import PartitionTasks
 from torchrelay.runtime.values import flatten, unflatten
@@ -63,6 +64,7 @@ class Pipeline(NamedTuple):
     modules: Sequence[nn.Module]
     devices: Sequence[torch.device]
     buffers: Sequence[BufferWatch]
+    randomness: RandomnessWatch
     lanes: Lanes | None
 
 
@@ -83,8 +85,12 @@ class Step:
         self._n = len(pipeline.modules)
         self._grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         self._tasks = [
-            PartitionTasks(module, device, trainable(module) if self._grad else [], watch, grad=self._grad)
-            for module, device, watch in zip(pipeline.modules, pipeline.devices, pipeline.buffers, strict=True)
+            PartitionTasks(
+                module, device, trainable(module) if self._grad else [], watch, grad=self._grad, first=j == 0
+            )
+            for j, (module, device, watch) in enumerate(
+                zip(pipeline.modules, pipeline.devices, pipeline.buffers, strict=True)
+            )
         ]
         # What a recomputation must find as the forward did.
         self._context = CallerContext(pipeline.devices)
@@ -112,6 +118,8 @@ class Step:
         }
         self._input_rows = [_rows(flatten(microbatch)[0]) for microbatch in microbatches]
         outputs = self._run_forward(microbatches)
+        tell_writes(leaves, microbatches)
+        self._versions = [(leaf, version(leaf)) for leaf in leaves]
         joined, spec = gather(outputs)
         # Micro-batches' rows of each output leaf, by which its gradient is cut apart.
         self._output_rows = [_rows(flatten(output)[0]) for output in outputs]
@@ -120,13 +128,13 @@ class Step:
     def _run_forward(self, microbatches: Sequence[Any]) -> list[Any]:
         phase = Phase(self._programs.schedule, self._programs.forward, {"F": Task(self._forward_task, +1)})
         phase.feed(0, list(enumerate(microbatches)))
-        self._random = StepRandomness(self._pipeline.devices)
+        self._random = StepRandomness(self._pipeline.devices, self._pipeline.randomness)
         try:
             self._carry_out(phase)
             for j in range(self._n):
                 phase.wait(j)
         except BaseException:
-            self._random.abandon_forward()
+            self._random.finish_forward(failed=True)
             self._tasks.clear()
             raise
         self._random.finish_forward()
@@ -193,6 +201,9 @@ class Step:
                 "this pipeline's output is differentiated a second time, but what its forward saved is freed: give the "
                 "first backward retain_graph=True"
             )
+        for k, (leaf, known) in enumerate(self._versions):
+            if version(leaf) != known:
+                self._tasks[0].tell_write(k)
         if self._programs.recomputed:
             self._determinism.check()
         keep = keeps_graph()
@@ -229,7 +240,6 @@ class Step:
         phase = Phase(self._programs.schedule, programs, {"B": Task(task, -1), "R": Task(recompute, None)})
         phase.feed(self._n - 1, self._cut_output_gradients())
         backward = _Backward(phase, sums, hooks, lowest)
-        self._random.start_backward()
         try:
             self._carry_out(phase)
         except BaseException:
@@ -279,7 +289,6 @@ class Step:
 
     def _end_backward(self, backward: _Backward) -> None:
         backward.hooks.restore_all()
-        self._random.finish_backward()
         self._backwards.pop(_backward_id(), None)
 
 

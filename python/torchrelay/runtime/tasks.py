@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
-from torchrelay.runtime.boundary import Input, unknown_leaves, wants_grad
+from torchrelay.runtime.boundary import Input, moved, unknown_leaves, version, wants_grad
 from torchrelay.runtime.buffers import BufferWatch
 from torchrelay.runtime.engine import gradients
 from torchrelay.runtime.gradients import GradientSum
@@ -42,7 +43,14 @@ class PartitionTasks:
     """The tasks of one partition in one step."""
 
     def __init__(
-        self, module: nn.Module, device: torch.device, parameters: list[Tensor], watch: BufferWatch, *, grad: bool
+        self,
+        module: nn.Module,
+        device: torch.device,
+        parameters: list[Tensor],
+        watch: BufferWatch,
+        *,
+        grad: bool,
+        first: bool,
     ) -> None:
         self.parameters = parameters
         self._module = module
@@ -50,6 +58,8 @@ class PartitionTasks:
         self._grad = grad
         self._graphs: dict[int, _Graph] = {}
         self._kept: dict[int, _Kept] = {}
+        self._first = first
+        self._given: dict[int, Sequence[Any]] = {}  # of the first partition: what the layers got of the caller's memory
         self._writes_on_input = False
         self._buffers = watch.step()
 
@@ -59,18 +69,25 @@ class PartitionTasks:
         """The partition's output for micro-batch `i`."""
         leaves, spec = flatten(value)
         if not self._grad:
-            return self._module(unflatten(Input(leaves, self._device).given, spec))
-        output, graph = self._with_graph(leaves, spec)
+            return self._module(unflatten([moved(leaf, self._device) for leaf in leaves], spec))
+        output, graph = self._with_graph(i, leaves, spec)
         if i == 0:
             self._note_unknown_leaves(graph)
         self._graphs[i] = graph
         return output
+
+    def tell_write(self, k: int) -> None:
+        """Leaf `k` of the input was written on since the forward: a backward that needs it is to notice."""
+        for given in self._given.values():
+            increment_version(given[k])
 
     def backward(
         self, i: int, grad_outputs: Sequence[Tensor | None], total: GradientSum, *, retain_graph: bool
     ) -> Sequence[Tensor | None]:
         """Add the parameters' gradients of micro-batch `i` to `total`; the gradients of its input, one a leaf."""
         retain_graph = retain_graph and i not in self._kept  # else the next backward recomputes it
+        if not retain_graph:
+            self._given.pop(i, None)
         graph = self._graphs[i] if retain_graph else self._graphs.pop(i)
         roots = [
             (output, grad.to(output.device, non_blocking=True))
@@ -86,11 +103,16 @@ class PartitionTasks:
         arrived = iter(found)
         return [None if leaf is None else next(arrived) for leaf in graph.inputs]
 
-    def _with_graph(self, leaves: Sequence[Any], spec: Spec) -> tuple[Any, _Graph]:
+    def _with_graph(self, i: int, leaves: Sequence[Any], spec: Spec) -> tuple[Any, _Graph]:
         given = Input(leaves, self._device)
+        self._note_given(i, given)
         output = self._module(unflatten(given.given, spec))
         given.tell_writes()
         return output, _Graph([_if_grad(leaf) for leaf in given.cut], [_if_grad(leaf) for leaf in flatten(output)[0]])
+
+    def _note_given(self, i: int, given: Input) -> None:
+        if self._first:
+            self._given[i] = given.given
 
     def _note_unknown_leaves(self, graph: _Graph) -> None:
         self.parameters += unknown_leaves(graph.outputs, [*graph.inputs, *self.parameters])
@@ -103,6 +125,7 @@ class PartitionTasks:
         spare = [_clone(leaf) for leaf in leaves] if i == 0 or self._writes_on_input else None
         self._buffers.before_forward(i)
         given = Input(leaves, self._device)
+        self._note_given(i, given)
         with checkpointing():
             output = self._module(unflatten(given.given, spec))
         given.tell_writes()
@@ -122,21 +145,21 @@ class PartitionTasks:
             self._kept[i] = _Kept(spare, spec, (), (), required)
         else:
             watched = [leaf for leaf in given.given if isinstance(leaf, Tensor)]
-            self._kept[i] = _Kept(given.cut, spec, watched, [leaf._version for leaf in watched], required)
+            self._kept[i] = _Kept(given.cut, spec, watched, [version(leaf) for leaf in watched], required)
         # Without the graph: it holds nothing, but a backward must not find it.
         return unflatten([_detached(leaf) for leaf in outputs], output_spec)
 
     def recompute(self, i: int, *, keep: bool) -> None:
         """The forward of micro-batch `i` again, with a graph; `keep` what another recomputation needs."""
         kept = self._kept[i] if keep else self._kept.pop(i)
-        if any(leaf._version != version for leaf, version in zip(kept.watched, kept.versions, strict=True)):
+        if any(version(leaf) != known for leaf, known in zip(kept.watched, kept.versions, strict=True)):
             raise RuntimeError(
                 "the input of a partition has been written on in place since its forward, but is needed for the "
                 "recomputation: do without inplace=True in the layers that come after"
             )
         leaves = [_clone(leaf) for leaf in kept.leaves] if keep and self._writes_on_input else kept.leaves
         with recomputing(), self._buffers.as_in_forward(i, keep=keep):
-            _, graph = self._with_graph(leaves, kept.spec)
+            _, graph = self._with_graph(i, leaves, kept.spec)
         if [leaf is not None for leaf in graph.outputs] != kept.required:
             raise RuntimeError(
                 "a recomputation gave another number of outputs that require gradients than its forward: the layers "
