@@ -19,10 +19,10 @@ pub enum Error {
     TooLarge {
         /// What is limited.
         what: &'static str,
-        /// What was asked for; the largest representable number where the product does not fit.
-        value: u64,
+        /// What was asked for.
+        value: u128,
         /// The largest that is accepted.
-        limit: u64,
+        limit: usize,
     },
     /// A name that is none of those that can be chosen.
     #[error("{what} must be one of {known}, but is {given:?}")]

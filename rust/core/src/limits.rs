@@ -13,9 +13,9 @@ pub(crate) fn cells(rows: (&'static str, usize), columns: (&'static str, usize))
         }
     }
     let product = rows.1.checked_mul(columns.1);
-    product.filter(|&cells| cells <= MAX_CELLS).ok_or_else(|| Error::TooLarge {
+    product.filter(|&cells| cells <= MAX_CELLS).ok_or(Error::TooLarge {
         what: "the number of pairs of micro-batch and partition",
-        value: product.map_or(u64::MAX, |cells| cells as u64),
-        limit: MAX_CELLS as u64,
+        value: rows.1 as u128 * columns.1 as u128, // two 64-bit factors always fit
+        limit: MAX_CELLS,
     })
 }

@@ -95,8 +95,8 @@ pub enum Problem {
     },
     /// Partitions without a device.
     #[error(
-        "{partitions} partitions need a device each, but there are {devices} devices; name a device several times to \
-         put several partitions on it, or use fewer partitions"
+        "the balance has {partitions} partitions, each of which needs a device, but the number of devices is {devices}; \
+         name a device several times to put several partitions on it, or use fewer partitions"
     )]
     TooFewDevices {
         /// How many devices were given.
@@ -217,7 +217,9 @@ fn shared_across_devices(
             continue;
         }
         if kind == MemberKind::Module {
+            // Either may come first among the parameters.
             shared_modules.insert((first.path.clone(), second.path.clone()));
+            shared_modules.insert((second.path.clone(), first.path.clone()));
         }
         problems.push(Problem::Shared { kind, first, second });
     }

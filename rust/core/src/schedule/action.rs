@@ -8,11 +8,12 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::error::{Error, Result};
+use crate::limits::MAX_CELLS;
 
 /// The most stages a schedule may have.
 pub const MAX_STAGES: usize = 1 << 16;
 
-/// Stands for "no micro-batch", so that an action stays within eight bytes.
+/// Stands for "no micro-batch", beyond every one that there can be, so that an action stays within eight bytes.
 const WHOLE_STEP: u32 = u32::MAX;
 
 /// Declares the kinds once, each with its text and whether it concerns one micro-batch (rather than the whole step).
@@ -101,24 +102,22 @@ impl Action {
     ///
     /// # Errors
     /// [`Error::MicrobatchMissing`] and [`Error::MicrobatchUnexpected`] where kind and micro-batch do not fit together,
-    /// [`Error::TooLarge`] from stage [`MAX_STAGES`] and micro-batch `u32::MAX` on.
+    /// [`Error::TooLarge`] from stage [`MAX_STAGES`] and micro-batch [`MAX_CELLS`] on.
     pub fn new(kind: Kind, stage: usize, microbatch: Option<usize>) -> Result<Self> {
         let narrow = u16::try_from(stage).map_err(|_| Error::TooLarge {
             what: "the stage of an action",
-            value: stage as u64,
-            limit: u64::from(u16::MAX),
+            value: stage as u128,
+            limit: MAX_STAGES - 1,
         })?;
         let microbatch = match microbatch {
             Some(_) if !kind.per_microbatch() => return Err(Error::MicrobatchUnexpected(kind)),
             None if kind.per_microbatch() => return Err(Error::MicrobatchMissing(kind)),
             None => WHOLE_STEP,
-            Some(wide) => {
-                u32::try_from(wide).ok().filter(|&narrow| narrow != WHOLE_STEP).ok_or(Error::TooLarge {
-                    what: "the micro-batch of an action",
-                    value: wide as u64,
-                    limit: u64::from(WHOLE_STEP) - 1,
-                })?
-            }
+            Some(wide) => u32::try_from(wide).ok().filter(|_| wide < MAX_CELLS).ok_or(Error::TooLarge {
+                what: "the micro-batch of an action",
+                value: wide as u128,
+                limit: MAX_CELLS - 1,
+            })?,
         };
         Ok(Self { kind, stage: narrow, microbatch })
     }

@@ -2,7 +2,7 @@
 //!
 //! A row per rank, a column per unit of time: a forward takes one, a backward one (or, where backwards are split, one for
 //! each half). Where the picture is too wide, columns shrink to a letter, and then stand for several units of time; where
-//! it is too high, rows in the middle are left out. The last line says what was done.
+//! it is too high, rows in the middle are left out. The last lines say what was done.
 
 use std::fmt::Write as _;
 
@@ -19,7 +19,7 @@ type Row = Vec<Option<Span>>;
 
 impl Schedule {
     /// The picture, `width` columns wide at most (but never narrower than a readable row needs), without a newline at
-    /// its end. A schedule that cannot be carried out is drawn by position instead of time, and the last line says so.
+    /// its end. A schedule that cannot be carried out is drawn by position instead of time, and a line at the end says so.
     pub fn draw(&self, width: usize) -> String {
         let (rows, in_time) = self.rows();
         let units = rows.iter().map(Vec::len).max().unwrap_or(0);
@@ -35,7 +35,7 @@ impl Schedule {
         if !with_numbers && units_per_column == 1 {
             notes.push("too wide for numbers: a letter is one unit".to_owned());
         } else if !with_numbers {
-            notes.push(format!("too wide: a letter is {units_per_column} units"));
+            notes.push(format!("too wide for numbers: a letter is {units_per_column} units"));
         }
         let mut picture = String::new();
         let hidden = rows.len().checked_sub(MAX_ROWS).filter(|&hidden| hidden > 0);
@@ -59,7 +59,7 @@ impl Schedule {
             }
             let _ = writeln!(picture, "{line}");
         }
-        let _ = write!(picture, "({})", notes.join("; "));
+        let _ = write!(picture, "({})", notes.join(")\n("));
         picture
     }
 

@@ -10,8 +10,8 @@
 
 use std::str::FromStr;
 
+use super::Schedule;
 use super::action::{Action, Kind};
-use super::{MAX_STAGES, Schedule};
 use crate::error::{Error, Result};
 
 /// Which micro-batches keep only their input in forward, and are recomputed right before their backward.
@@ -78,15 +78,13 @@ impl Default for Gpipe {
 /// The GPipe schedule; rank `r` holds stage `r`.
 ///
 /// # Errors
-/// [`Error::NotPositive`] without ranks or micro-batches, [`Error::TooLarge`] beyond the limits of [`Schedule::new`].
+/// [`Error::NotPositive`](crate::Error::NotPositive) without ranks or micro-batches,
+/// [`Error::TooLarge`](crate::Error::TooLarge) beyond the limits of [`Schedule::new`].
 pub fn make_gpipe(ranks: usize, microbatches: usize, options: Gpipe) -> Result<Schedule> {
     super::checked_ranks(ranks)?;
     crate::limits::cells(("the number of micro-batches", microbatches), ("the number of ranks", ranks))?;
-    let m = u32::try_from(microbatches).map_err(|_| Error::TooLarge {
-        what: "the number of micro-batches",
-        value: microbatches as u64,
-        limit: u64::from(u32::MAX),
-    })?;
+    // Always fits, being within the limit.
+    let m = u32::try_from(microbatches).unwrap_or(u32::MAX);
     let recomputed = if options.backward { options.recompute.count(m) } else { 0 };
     let rank_actions = |stage: u16| {
         let total = microbatches * (1 + usize::from(options.backward)) + recomputed as usize;
@@ -105,7 +103,6 @@ pub fn make_gpipe(ranks: usize, microbatches: usize, options: Gpipe) -> Result<S
         }
         actions
     };
-    debug_assert!(ranks <= MAX_STAGES);
     let actions = (0..=u16::MAX).take(ranks).map(rank_actions).collect();
     let placement: Vec<_> = (0..ranks).collect();
     Schedule::new("gpipe", &placement, microbatches, options.backward, actions)

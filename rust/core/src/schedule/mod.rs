@@ -50,8 +50,8 @@ impl Schedule {
         let ranks = checked_ranks(actions.len())?;
         let stages = placement.len();
         if stages > MAX_STAGES {
-            let limit = MAX_STAGES as u64;
-            return Err(Error::TooLarge { what: "the number of stages", value: stages as u64, limit });
+            let (what, value) = ("the number of stages", stages as u128);
+            return Err(Error::TooLarge { what, value, limit: MAX_STAGES });
         }
         limits::cells(("the number of micro-batches", microbatches), ("the number of stages", stages))?;
         let narrow = |(stage, &rank)| match u16::try_from(rank) {
@@ -112,10 +112,6 @@ fn checked_ranks(ranks: usize) -> Result<usize> {
     match ranks {
         0 => Err(Error::NotPositive { what: "the number of ranks", value: 0 }),
         1..=MAX_STAGES => Ok(ranks),
-        _ => Err(Error::TooLarge {
-            what: "the number of ranks",
-            value: ranks as u64,
-            limit: MAX_STAGES as u64,
-        }),
+        _ => Err(Error::TooLarge { what: "the number of ranks", value: ranks as u128, limit: MAX_STAGES }),
     }
 }

@@ -1,0 +1,51 @@
+//! Clock cycles, the GPipe maker, verification and simulation: the time per action must not grow with the plan.
+
+use std::hint::black_box;
+use std::time::Duration;
+
+use criterion::measurement::WallTime;
+use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use torchrelay_core::{Costs, Gpipe, Schedule, clock_cycles, make_gpipe};
+
+/// Partitions and micro-batches.
+const SIZES: [(usize, usize); 4] = [(4, 8), (32, 128), (128, 1024), (512, 4096)];
+
+/// A benchmark for every size; what is done is counted in `per_pair` elements for a pair of partition and micro-batch.
+fn for_each_size(
+    criterion: &mut Criterion,
+    name: &str,
+    per_pair: usize,
+    run: impl Fn(&mut BenchmarkGroup<'_, WallTime>, BenchmarkId, usize, usize),
+) {
+    let mut group = criterion.benchmark_group(name);
+    group.warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(2)).sample_size(10);
+    for (n, m) in SIZES {
+        group.throughput(Throughput::Elements((n * m * per_pair) as u64));
+        run(&mut group, BenchmarkId::from_parameter(format!("{n}x{m}")), n, m);
+    }
+    group.finish();
+}
+
+fn gpipe(n: usize, m: usize) -> Schedule {
+    make_gpipe(n, m, Gpipe::default()).unwrap_or_else(|error| unreachable!("{error}"))
+}
+
+fn all(criterion: &mut Criterion) {
+    for_each_size(criterion, "clock_cycles", 1, |group, id, n, m| {
+        group.bench_function(id, |bencher| bencher.iter(|| clock_cycles(black_box(m), n)));
+    });
+    for_each_size(criterion, "make_gpipe", 2, |group, id, n, m| {
+        group.bench_function(id, |bencher| bencher.iter(|| gpipe(black_box(n), m)));
+    });
+    for_each_size(criterion, "verify", 2, |group, id, n, m| {
+        let schedule = gpipe(n, m);
+        group.bench_function(id, |bencher| bencher.iter(|| black_box(&schedule).verify()));
+    });
+    for_each_size(criterion, "simulate", 2, |group, id, n, m| {
+        let schedule = gpipe(n, m);
+        group.bench_function(id, |bencher| bencher.iter(|| black_box(&schedule).simulate(&Costs::default())));
+    });
+}
+
+criterion_group!(benches, all);
+criterion_main!(benches);
