@@ -155,15 +155,10 @@ impl Schedule {
         py.detach(|| self.0.draw(80))
     }
 
-    fn __repr__(&self) -> String {
-        let Self(schedule) = self;
-        format!(
-            "<Schedule {:?}: {} ranks, {} stages, {} micro-batches>",
-            schedule.name(),
-            schedule.ranks(),
-            schedule.stages(),
-            schedule.microbatches()
-        )
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let name = self.name().into_pyobject(py)?.repr()?;
+        let (ranks, stages, microbatches) = (self.ranks(), self.stages(), self.microbatches());
+        Ok(format!("<Schedule {name}: {ranks} ranks, {stages} stages, {microbatches} micro-batches>"))
     }
 
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, (String,))> {

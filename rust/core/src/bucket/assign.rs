@@ -39,6 +39,29 @@ struct Open {
     opened: usize,
 }
 
+/// The keys that have been met, numbered in that order.
+struct Numbers<'a, K> {
+    first: Vec<&'a K>,
+    all: HashMap<&'a K, usize>,
+}
+
+impl<'a, K: Eq + Hash> Numbers<'a, K> {
+    /// Models have a few keys, and comparing with a few is faster than hashing.
+    const COMPARED: usize = 8;
+
+    fn number(&mut self, key: &'a K) -> usize {
+        if let Some(number) = self.first.iter().position(|&known| known == key) {
+            return number;
+        }
+        let next = self.all.len();
+        let number = *self.all.entry(key).or_insert(next);
+        if number == next && number < Self::COMPARED {
+            self.first.push(key);
+        }
+        number
+    }
+}
+
 impl Buckets {
     fn push(&mut self, indices: Vec<usize>, limit: i64) {
         self.indices.push(indices);
@@ -82,9 +105,7 @@ pub fn assign_buckets<K: Eq + Hash>(
 
     let mut closed = Buckets::default();
     let mut open: Vec<Open> = Vec::new();
-    let mut slots: HashMap<&K, usize> = HashMap::new();
-    // Neighbours mostly have the same key, and then the table need not be asked.
-    let mut previous: Option<(&K, usize)> = None;
+    let mut numbers = Numbers { first: Vec::new(), all: HashMap::new() };
     for (position, (&size, key)) in sizes.iter().zip(keys).enumerate() {
         if size < 0 {
             return Err(Error::NegativeSize { position, value: size });
@@ -94,15 +115,11 @@ pub fn assign_buckets<K: Eq + Hash>(
             closed.push(vec![index], 0);
             continue;
         }
-        let slot = match previous {
-            Some((before, slot)) if before == key => slot,
-            _ => *slots.entry(key).or_insert_with(|| {
-                open.push(Open::default());
-                open.len() - 1
-            }),
-        };
-        previous = Some((key, slot));
-        let Some(bucket) = open.get_mut(slot) else { continue };
+        let number = numbers.number(key);
+        if number == open.len() {
+            open.push(Open::default());
+        }
+        let Some(bucket) = open.get_mut(number) else { continue };
         if bucket.indices.is_empty() {
             bucket.opened = position;
         }
