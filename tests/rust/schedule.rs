@@ -4,7 +4,7 @@
 
 use proptest::prelude::*;
 use torchrelay_core::{
-    Action, Blocked, Costs, Error, Gpipe, Kind, MAX_CELLS, MAX_STAGES, Schedule, make_gpipe,
+    Action, Blocked, Costs, Error, Gpipe, Kind, MAX_CELLS, MAX_STAGES, Recompute, Schedule, make_gpipe,
 };
 
 fn options() -> impl Strategy<Value = Gpipe> {
