@@ -8,12 +8,13 @@ from torchrelay._core import __version__, clock_cycles
 
 if TYPE_CHECKING:
     from torchrelay.data_parallel import DistributedDataParallel
-    from torchrelay.gpipe import GPipe, is_checkpointing, is_recomputing
+    from torchrelay.gpipe import GPipe, NoChunk, is_checkpointing, is_recomputing
     from torchrelay.planning.buckets import compute_bucket_assignment_by_size
 
 __all__ = [
     "DistributedDataParallel",
     "GPipe",
+    "NoChunk",
     "__version__",
     "clock_cycles",
     "compute_bucket_assignment_by_size",
@@ -28,6 +29,7 @@ __all__ = [
 _NEED_TORCH = {
     "DistributedDataParallel": "torchrelay.data_parallel",
     "GPipe": "torchrelay.gpipe",
+    "NoChunk": "torchrelay.gpipe",
     "is_checkpointing": "torchrelay.gpipe",
     "is_recomputing": "torchrelay.gpipe",
     "compute_bucket_assignment_by_size": "torchrelay.planning.buckets",

@@ -25,9 +25,9 @@ _PROGRAMS_KEPT = 64
 class GPipe(nn.Module):
     """Splits an `nn.Sequential` into partitions and pipelines micro-batches through them.
 
-    The mini-batch is cut into micro-batches along dimension 0; partition `j` computes micro-batch `i` while partition
-    `j + 1` computes micro-batch `i - 1`. Outputs and gradients are those of the plain module. What will happen is a
-    plan: see :attr:`plan`.
+    The mini-batch is cut into micro-batches along the batch dimension; partition `j` computes micro-batch `i` while
+    partition `j + 1` computes micro-batch `i - 1`. Outputs and gradients are those of the plain module. What will
+    happen is a plan: see :attr:`plan`.
 
     Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
 
@@ -42,6 +42,7 @@ class GPipe(nn.Module):
         deferred_batch_norm: not there yet.
         executor: "lanes": a thread for each partition. "serial": the same plan in the caller's thread, with bitwise
             the same results; a help for debugging.
+        batch_dim: the dimension along which tensors are cut into micro-batches and outputs are joined.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`; a number that is no integer.
@@ -52,7 +53,8 @@ class GPipe(nn.Module):
 
     Shape:
         - Input: a tensor (rows, ...), on the first partition's device; or a tuple or structure of such tensors, all
-          with as many rows, and of other values, which every micro-batch is given.
+          with as many rows, and of other values, which every micro-batch is given whole, as is a tensor marked with
+          :class:`torchrelay.NoChunk`. The rows are dimension `batch_dim`.
         - Output: what the plain module returns, on the last partition's device.
 
     Example:
@@ -81,6 +83,7 @@ class GPipe(nn.Module):
         checkpoint: Literal["always", "except_last", "never"] = "except_last",
         deferred_batch_norm: bool = False,
         executor: Literal["lanes", "serial"] = "lanes",
+        batch_dim: int = 0,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Sequential):
@@ -95,6 +98,7 @@ class GPipe(nn.Module):
             raise NotImplementedError("deferred_batch_norm=True is not there yet: statistics are per micro-batch")
         self.checkpoint: str = checkpoint
         self.executor = executor
+        self.batch_dim = _count("batch_dim", batch_dim, 0)
         self.balance = [len(partition.layers) for partition in self.plan.partitions]
         self.devices = [torch.device(partition.device) for partition in self.plan.partitions]
         self.partitions = nn.ModuleList(
@@ -113,11 +117,7 @@ class GPipe(nn.Module):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        if isinstance(chunks, bool) or not hasattr(chunks, "__index__"):
-            raise TypeError(f"chunks must be an integer, but is {chunks!r}")
-        if (chunks := operator.index(chunks)) < 1:
-            raise ValueError(f"chunks must be at least 1, but is {chunks}")
-        self._chunks = chunks
+        self._chunks = _count("chunks", chunks, 1)
 
     def forward(self, input: Any) -> Any:  # noqa: A002 - torch's name
         """The module's output for a mini-batch, computed in at most :attr:`chunks` micro-batches.
@@ -131,7 +131,9 @@ class GPipe(nn.Module):
             return input
         # With one partition nothing runs at the same time, and a lane would only cost.
         lanes = self._lanes if self.executor == "lanes" and len(self.partitions) > 1 else None
-        step = Step(Pipeline(list(self.partitions), self.devices, self._watches, self._randomness, lanes))
+        step = Step(
+            Pipeline(list(self.partitions), self.devices, self._watches, self._randomness, lanes, self.batch_dim)
+        )
         return step.forward(input, self.chunks, self._programs_for)
 
     def _programs_for(self, microbatches: int) -> Programs:
@@ -161,6 +163,30 @@ class GPipe(nn.Module):
         """The layers, first to last."""
         for partition in self.partitions:
             yield from partition._modules.values()  # type: ignore[misc] # a Sequential's children are modules
+
+    def plain(self) -> nn.Sequential:
+        """The plain module again: the same layers, under their names, on the devices where they are.
+
+        Its `state_dict()` has the keys that the module had before it was split, whatever the balance;
+        :meth:`load_state_dict` takes those as well as its own.
+        """
+        return nn.Sequential(
+            OrderedDict(item for partition in self.partitions for item in partition._modules.items())  # type: ignore[misc]
+        )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        own = f"{prefix}partitions."
+        if not any(key.startswith(own) for key in state_dict):
+            self._take_plain_keys(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _take_plain_keys(self, state_dict: dict[str, Any], prefix: str) -> None:
+        partition_of = {name: partition.index for partition in self.plan.partitions for name in partition.layers}
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            rest = key[len(prefix) :]
+            partition = partition_of.get(rest.split(".", 1)[0])
+            if partition is not None:
+                state_dict[f"{prefix}partitions.{partition}.{rest}"] = state_dict.pop(key)
 
     # ---- what would tear the partitions from their devices
 
@@ -208,6 +234,14 @@ def _with_index(device: torch.device) -> torch.device:
 def _one_of(name: str, value: object, *allowed: str) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, but is {value!r}")
+
+
+def _count(name: str, value: int, least: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, but is {value!r}")
+    if (number := operator.index(value)) < least:
+        raise ValueError(f"{name} must be at least {least}, but is {number}")
+    return number
 
 
 def _refuse_lazy(module: nn.Module) -> None:

@@ -43,6 +43,10 @@ class BufferWatch:
         self._constant: dict[_Place, _Stamp] = {}
         self._changing: set[_Place] = set()
 
+    def __reduce__(self) -> tuple[type["BufferWatch"], tuple[nn.Module]]:
+        # Whoever copies the model finds out for themselves.
+        return BufferWatch, (self._module,)
+
     def step(self) -> "StepBuffers":
         """The buffers for a step."""
         places = [_Place(owner, name) for owner in self._module.modules() for name in owner._buffers]

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from torchrelay._core import Action, Schedule
 from torchrelay.runtime.autograd import attach
-from torchrelay.runtime.boundary import version
 from torchrelay.runtime.buffers import BufferWatch
 from torchrelay.runtime.context import CallerContext, needs_callers_thread
 from torchrelay.runtime.engine import keeps_graph, will_run
@@ -17,12 +16,12 @@ from torchrelay.runtime.failure import locate
 from torchrelay.runtime.gradients import GradientSum
 from torchrelay.runtime.hooks import HooksAside
 from torchrelay.runtime.lanes import Lanes
-from torchrelay.runtime.microbatch import gather, scatter, tell_writes
+from torchrelay.runtime.minibatch import MiniBatch
+from torchrelay.runtime.output import Output
 from torchrelay.runtime.parameters import trainable
 from torchrelay.runtime.randomness import RandomnessWatch, StepRandomness
 from torchrelay.runtime.recompute import Determinism
 from torchrelay.runtime.tasks import PartitionTasks
-from torchrelay.runtime.values import flatten, unflatten
 
 __all__ = ["Pipeline", "Programs", "Step"]
 
@@ -66,6 +65,7 @@ class Pipeline(NamedTuple):
     buffers: Sequence[BufferWatch]
     randomness: RandomnessWatch
     lanes: Lanes | None
+    batch_dim: int
 
 
 class _Backward(NamedTuple):
@@ -111,19 +111,13 @@ class Step:
             chunks: the largest number of micro-batches.
             programs_for: gives the :class:`Programs` for a number of micro-batches.
         """
-        microbatches, leaves = scatter(value, chunks, self._pipeline.devices[0])
-        self._programs: Programs = programs_for(len(microbatches))
-        self._inputs = {
-            k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad and self._grad
-        }
-        self._input_rows = [_rows(flatten(microbatch)[0]) for microbatch in microbatches]
-        outputs = self._run_forward(microbatches)
-        tell_writes(leaves, microbatches)
-        self._versions = [(leaf, version(leaf)) for leaf in leaves]
-        joined, spec = gather(outputs)
-        # Micro-batches' rows of each output leaf, by which its gradient is cut apart.
-        self._output_rows = [_rows(flatten(output)[0]) for output in outputs]
-        return unflatten(self._attached(joined, outputs), spec)
+        self._input = MiniBatch(value, chunks, self._pipeline.batch_dim, self._pipeline.devices[0])
+        self._programs: Programs = programs_for(len(self._input.parts))
+        outputs = self._run_forward(self._input.parts)
+        self._input.tell_writes()
+        self._output = Output(outputs, self._pipeline.batch_dim)
+        self._attach()
+        return self._output.value()
 
     def _run_forward(self, microbatches: Sequence[Any]) -> list[Any]:
         phase = Phase(self._programs.schedule, self._programs.forward, {"F": Task(self._forward_task, +1)})
@@ -156,21 +150,15 @@ class Step:
             locate(failure, "the forward", i, j, self._pipeline.modules[j])
             raise
 
-    def _attached(self, joined: list[Any], outputs: Sequence[Any]) -> list[Any]:
-        if not self._grad:
-            return joined
-        columns = zip(*(flatten(output)[0] for output in outputs), strict=True)
-        self._attached_leaves = [
-            k for k, column in enumerate(columns) if any(isinstance(x, Tensor) and x.requires_grad for x in column)
-        ]
+    def _attach(self) -> None:
+        output = self._output
+        if not self._grad or not output.differentiable:
+            return
         leaves = [tasks.parameters for tasks in self._tasks]
-        leaves[0] = [*leaves[0], *self._inputs.values()]
-        if not self._attached_leaves or not any(leaves):
-            return joined
-        attached = attach(self, [joined[k] for k in self._attached_leaves], leaves)
-        for k, output in zip(self._attached_leaves, attached, strict=True):
-            joined[k] = output
-        return joined
+        leaves[0] = [*leaves[0], *self._input.differentiable()]
+        attached = attach(self, [output.leaves[k] for k in output.differentiable], leaves)
+        for k, leaf in zip(output.differentiable, attached, strict=True):
+            output.leaves[k] = leaf
 
     # ---- backward
 
@@ -190,7 +178,8 @@ class Step:
             raise
         gradients = backward.sums[j].take()
         if j == 0:
-            gradients += self._input_gradients(backward.phase.results(-1))
+            arrived = sorted(backward.phase.results(-1), key=lambda pair: pair[0])
+            gradients += self._input.join([part for _, part in arrived])
         if j == backward.lowest:
             self._end_backward(backward)
         return gradients
@@ -201,9 +190,8 @@ class Step:
                 "this pipeline's output is differentiated a second time, but what its forward saved is freed: give the "
                 "first backward retain_graph=True"
             )
-        for k, (leaf, known) in enumerate(self._versions):
-            if version(leaf) != known:
-                self._tasks[0].tell_write(k)
+        for k in self._input.written():
+            self._tasks[0].tell_write(k)
         if self._programs.recomputed:
             self._determinism.check()
         keep = keeps_graph()
@@ -258,34 +246,9 @@ class Step:
         return lowest
 
     def _cut_output_gradients(self) -> list[tuple[int, list[Tensor | None]]]:
-        gradients = self._output_gradients.pop(_backward_id())
-        cut: list[list[Tensor | None]] = [[None] * len(rows) for rows in self._output_rows]
-        for k, gradient in zip(self._attached_leaves, gradients, strict=True):
-            if gradient is not None:
-                sizes = [rows[k] for rows in self._output_rows]
-                pieces = torch.split(gradient, sizes) if len(sizes) > 1 else [gradient]
-                for mine, piece in zip(cut, pieces, strict=True):
-                    mine[k] = piece
+        cut = self._output.cut(self._output_gradients.pop(_backward_id()))
         actions = self._programs.backward[self._n - 1]
         return [(i, cut[i]) for i in (_microbatch(action) for action in actions if action.kind == "B")]
-
-    def _input_gradients(self, arrived: list[tuple[int, Sequence[Tensor | None]]]) -> list[Tensor | None]:
-        """The gradients of the input's leaves that require one, each joined from its micro-batches."""
-        by_microbatch = [gradients for _, gradients in sorted(arrived, key=lambda pair: pair[0])]
-        return [
-            self._joined_gradient(k, leaf, [gradients[k] for gradients in by_microbatch])
-            for k, leaf in self._inputs.items()
-        ]
-
-    def _joined_gradient(self, k: int, leaf: Tensor, pieces: Sequence[Tensor | None]) -> Tensor | None:
-        if len(pieces) == 1 or all(piece is None for piece in pieces):
-            return pieces[0]
-        return torch.cat(
-            [
-                leaf.new_zeros((rows[k], *leaf.shape[1:])) if piece is None else piece
-                for rows, piece in zip(self._input_rows, pieces, strict=True)
-            ]
-        )
 
     def _end_backward(self, backward: _Backward) -> None:
         backward.hooks.restore_all()
@@ -299,7 +262,3 @@ def _backward_id() -> int:
 def _microbatch(action: Action) -> int:
     assert action.microbatch is not None
     return action.microbatch
-
-
-def _rows(leaves: Sequence[Any]) -> list[int]:
-    return [leaf.size(0) if isinstance(leaf, Tensor) else 0 for leaf in leaves]

@@ -1,0 +1,78 @@
+"""The micro-batches' outputs joined into one, and its gradients cut apart again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrelay.runtime.boundary import wants_grad
+from torchrelay.runtime.values import flatten, unflatten
+
+__all__ = ["Output"]
+
+
+class Output:
+    """What a pipeline returns.
+
+    Args:
+        parts: the micro-batches' outputs.
+        dim: the dimension along which tensors are joined.
+
+    Attributes:
+        leaves: the leaves of the joined value; its tensors are detached, and a single micro-batch's are not copied.
+        differentiable: which of the leaves require a gradient in some micro-batch.
+
+    Raises:
+        ValueError: an output without that dimension; outputs that differ in structure, or in a value that is no tensor.
+    """
+
+    def __init__(self, parts: Sequence[Any], dim: int) -> None:
+        self._dim = dim
+        flat = [flatten(part) for part in parts]
+        self._spec = flat[0][1]
+        for i, (_, spec) in enumerate(flat):
+            if spec != self._spec:
+                raise ValueError(
+                    f"micro-batch {i} gives {spec}, but micro-batch 0 gives {self._spec}: they cannot be joined"
+                )
+        columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+        self.leaves = [self._join(k, column) for k, column in enumerate(columns)]
+        self.differentiable = [k for k, column in enumerate(columns) if any(map(wants_grad, column))]
+        self._sizes = {k: [tensor.size(dim) for tensor in columns[k]] for k in self.differentiable}
+        self._count = len(parts)
+
+    def value(self) -> Any:
+        """The leaves in their structure."""
+        return unflatten(self.leaves, self._spec)
+
+    def cut(self, gradients: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
+        """Each micro-batch's gradients of all leaves, from the gradients of the differentiable ones."""
+        parts: list[list[Tensor | None]] = [[None] * len(self.leaves) for _ in range(self._count)]
+        for k, gradient in zip(self.differentiable, gradients, strict=True):
+            if gradient is None:
+                continue
+            pieces = torch.split(gradient, self._sizes[k], self._dim) if self._count > 1 else [gradient]
+            for part, piece in zip(parts, pieces, strict=True):
+                part[k] = piece
+        return parts
+
+    def _join(self, k: int, column: Sequence[Any]) -> Any:
+        first = column[0]
+        if not isinstance(first, Tensor):
+            if any(type(other) is not type(first) or other != first for other in column[1:]):
+                raise ValueError(
+                    f"output {k} is no tensor and differs between micro-batches ({first!r}, ...): return a tensor with "
+                    f"a batch dimension"
+                )
+            return first
+        if first.dim() <= self._dim:
+            raise ValueError(
+                f"output {k} has {_dimensions(first)}, so that it cannot be joined along dimension {self._dim}, the "
+                f"batch: compute a loss outside the pipeline, or return one value for each row"
+            )
+        return first.detach() if len(column) == 1 else torch.cat([tensor.detach() for tensor in column], self._dim)
+
+
+def _dimensions(tensor: Tensor) -> str:
+    return f"{tensor.dim()} dimensions" if tensor.dim() else "no dimensions"
