@@ -1,0 +1,109 @@
+"""The commands and their options, and the one place where exceptions become exit codes."""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from torchrelay._core import __version__
+from torchrelay.cli.errors import UserError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="torchrelay",
+    help="Data- and pipeline-parallel training from plans that are printed and verified before they run.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+# A mistyped option is an exception of click's, which some versions of typer bring along and others depend on; the
+# base class of typer's own subclass is right in both.
+_USAGE_ERROR: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"torchrelay {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def schedule(
+    kind: Annotated[str, typer.Option(help="Which schedule; an unknown one is answered with the list.")] = "gpipe",
+    ranks: Annotated[int, typer.Option(help="Devices in the pipeline.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Pieces that a mini-batch is cut into.")] = 8,
+    draw: Annotated[bool, typer.Option("--draw", help="Draw who computes what, and when.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the schedule as JSON, and nothing else.")] = False,
+) -> None:
+    """Make a schedule, verify it, and print it."""
+    from torchrelay.cli.schedule import show
+
+    show(kind, ranks, microbatches, draw=draw, as_json=json)
+
+
+@app.command()
+def buckets(
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FACTORY", help="A callable without arguments that returns a torch.nn.Module."),
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Elements of each tensor, in definition order.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the tensors of --sizes.")] = "float32",
+    cap_mb: Annotated[float, typer.Option(min=0, help="Size at which a bucket is closed, in MiB.")] = 25.0,
+    first_mb: Annotated[float, typer.Option(min=0, help="The same for the first bucket.")] = 1.0,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that average; the plan is the same for any number.")] = 2,
+) -> None:
+    """Print which gradients would travel together: the first plan of DistributedDataParallel for a model."""
+    from torchrelay.cli.buckets import show
+
+    show(model, sizes, dtype=dtype, cap_mb=cap_mb, first_mb=first_mb, ranks=ranks)
+
+
+@app.command()
+def demo(
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 12,
+    seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and of the order of the images.")] = 0,
+    microbatches: Annotated[int, typer.Option(min=1, help="Pieces that each rank cuts its batch into.")] = 4,
+) -> None:
+    """Train on handwritten digits, 2 processes x 2 partitions, and compare with the plain model in one process."""
+    from torchrelay.cli.demo import run
+
+    raise typer.Exit(run(epochs=epochs, seed=seed, microbatches=microbatches))
+
+
+def _fail(sentence: str, code: int) -> int:
+    print(f"torchrelay: {' '.join(sentence.split())}", file=sys.stderr)
+    return code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line `arguments` (by default the process's own) and returns the exit status.
+
+    0: done; 1: it ran and something is wrong; 2: a user error, one sentence on stderr; 130: interrupted.
+    """
+    try:
+        words = sys.argv[1:] if arguments is None else list(arguments)
+        status = app(args=words or ["--help"], prog_name="torchrelay", standalone_mode=False)
+    except UserError as error:
+        return _fail(str(error), 2)
+    except (KeyboardInterrupt, typer.Abort):  # click turns the one into the other
+        return _fail("interrupted", 130)
+    except Exception as error:
+        if not isinstance(error, _USAGE_ERROR):
+            raise
+        return _fail(error.format_message(), 2)
+    return int(status or 0)

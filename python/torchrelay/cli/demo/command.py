@@ -1,0 +1,99 @@
+"""The demo from start to end: ranks, plan, training, the plain training beside it, verdict."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from rich.console import Console
+
+from torchrelay.cli.demo.job import BALANCE, BATCH, RANKS, Epoch, Job, Outcome, Planned
+from torchrelay.cli.demo.report import Report
+from torchrelay.cli.demo.verdict import faults
+from torchrelay.cli.errors import UserError
+from torchrelay.cli.ranks import RankFailure, started
+from torchrelay.schedules import Schedule
+
+__all__ = ["run"]
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds the stack, as Ctrl-C does, so that what was started is ended."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _train_parallel(job: Job, report: Report) -> Outcome:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from torchrelay.cli.demo import rank
+
+    # The port is taken before anyone is told of it: nobody else can take it in between.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with started(rank.work, RANKS, store.port, job) as ranks:
+        messages = ranks.messages()
+        planned = next(messages)
+        assert isinstance(planned, Planned), "a rank's first message"
+        schedule = Schedule.from_json(planned.schedule)
+        schedule.verify()
+        report.plan(planned, schedule)
+        ranks.go()
+        outcome = None
+        with report.training(f"Training on {RANKS} processes x {len(BALANCE)} partitions") as passes:
+            for message in messages:
+                if isinstance(message, Epoch):
+                    passes(message)
+                elif isinstance(message, Outcome):
+                    outcome = message
+    assert outcome is not None, "a rank that ends well has sent its outcome"
+    return outcome
+
+
+def _train_plain(job: Job, report: Report) -> Outcome:
+    from torchrelay.cli.demo import plain
+
+    with report.training("Training of the plain model, in one process") as passes:
+        return plain.train(job, passes)
+
+
+def run(*, epochs: int, seed: int, microbatches: int) -> int:
+    """Runs the demo on this terminal and returns the exit status: 0 if all is as the plain model has it, else 1.
+
+    Raises:
+        UserError: more micro-batches than a rank has images, or no scikit-learn.
+    """
+    rows = BATCH // RANKS
+    if rows % microbatches:
+        raise UserError(
+            f"--microbatches must divide the {rows} images that a rank has of each mini-batch, and is {microbatches}"
+        )
+    from torchrelay.cli.demo import digits
+
+    digits.load()  # before any rank starts: what is missing is then said once, in one sentence
+    console = Console()
+    job = Job(epochs, seed, microbatches)
+    report = Report(console, job)
+    console.print(
+        f"torchrelay demo: 1,797 handwritten digits, {RANKS} processes x {len(BALANCE)} partitions, CPU",
+        highlight=False,
+    )
+    with _terminable():
+        try:
+            parallel = _train_parallel(job, report)
+        except RankFailure as failure:
+            print(f"torchrelay: {failure}\nThe other ranks were ended.", file=sys.stderr)
+            return 1
+        plain = _train_plain(job, report)
+    report.comparison(parallel, plain)
+    found = faults(parallel, plain)
+    report.verdict(found)
+    return 1 if found else 0
