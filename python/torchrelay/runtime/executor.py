@@ -19,6 +19,7 @@ import torch
 from torchrelay._core import Action, Schedule
 from torchrelay.runtime.context import CallerContext
 from torchrelay.runtime.lanes import Lanes
+from torchrelay.runtime.recording import active, is_profiling, timed, warn_of_hidden_lanes
 
 __all__ = ["Phase", "Task"]
 
@@ -46,6 +47,8 @@ class Phase:
         # One queue in front of each stage and one behind the last, in the direction of the phase.
         self._queues: dict[int, SimpleQueue[Any]] = {stage: SimpleQueue() for stage in range(-1, schedule.stages + 1)}
         self._failure: BaseException | None = None
+        self._recording = active()
+        self._is_timed = self._recording is not None or is_profiling()
 
     def feed(self, stage: int, values: Sequence[tuple[int, Any]]) -> None:
         """Lay the first stage's (micro-batch, value) pairs ready, in the order of its actions."""
@@ -61,6 +64,8 @@ class Phase:
 
     def start(self, lanes: Lanes, context: CallerContext, devices: Sequence[torch.device]) -> None:
         """Begin in the lanes: one a rank, on that rank's device."""
+        if self._is_timed:
+            warn_of_hidden_lanes()
         self._at_work = [rank for rank, program in enumerate(self._programs) if program]
         lanes.submit(
             [
@@ -97,7 +102,7 @@ class Phase:
 
     def _run(self, rank: int) -> None:
         for action in self._programs[rank]:
-            if self._failure is not None or not self._do(action):
+            if self._failure is not None or not self._do(action, rank):
                 return
 
     def _fail(self, failure: BaseException) -> None:
@@ -129,7 +134,7 @@ class Phase:
             moved = False
             for rank, program in enumerate(self._programs):
                 while heads[rank] < len(program) and self._is_ready(program[heads[rank]]):
-                    self._do(program[heads[rank]])
+                    self._do(program[heads[rank]], rank)
                     heads[rank] += 1
                     moved = True
         stuck = [str(program[head]) for program, head in zip(self._programs, heads, strict=True) if head < len(program)]
@@ -140,16 +145,18 @@ class Phase:
 
     # ---- the interpretation
 
-    def _do(self, action: Action) -> bool:
+    def _do(self, action: Action, rank: int) -> bool:
         """Take, compute, put. False if there is nothing to take any more, after a failure."""
         (compute, step), stage, microbatch = self._tasks[action.kind], action.stage, action.microbatch
         assert microbatch is not None
-        if step is None:
-            compute(microbatch, stage, None)
-            return True
-        arrived, value = self._queues[stage].get()
+        arrived, value = (microbatch, None) if step is None else self._queues[stage].get()
         if arrived is _STOP:
             return False
         assert arrived == microbatch, f"{action} was sent micro-batch {arrived}"
-        self._queues[stage + step].put((microbatch, compute(microbatch, stage, value)))
+        if self._is_timed:
+            result = timed(self._recording, action, rank, lambda: compute(microbatch, stage, value))
+        else:
+            result = compute(microbatch, stage, value)
+        if step is not None:
+            self._queues[stage + step].put((microbatch, result))
         return True
