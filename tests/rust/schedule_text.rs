@@ -151,6 +151,26 @@ fn large_pictures_say_what_they_leave_out() {
 }
 
 #[test]
+fn ranks_that_hold_different_numbers_of_stages_are_drawn_in_whole_units() {
+    let lists = [["0F0", "1F0", "2F0", "2B0", "1B0", "0B0"].as_slice(), &["3F0", "3B0"]];
+    let lists = lists.map(|list| list.iter().map(|action| action.parse().unwrap()).collect()).to_vec();
+    let picture = Schedule::new("uneven", &[0, 0, 0, 1], 1, true, lists).unwrap().draw(80);
+    let expected = "\
+rank 0 | 0F0 1F0 2F0   .   . 2B0 1B0 0B0
+rank 1 |   .   .   . 3F0 3B0   .   .   .
+(time runs to the right)";
+    assert_eq!(picture, expected);
+}
+
+#[test]
+fn the_largest_schedules_are_drawn_in_little_memory() {
+    for (ranks, m) in [(65_536, 1), (1, 1 << 20)] {
+        let picture = make_gpipe(ranks, m, Gpipe::default()).unwrap().draw(80);
+        assert!(picture.len() < 4000, "{picture}");
+    }
+}
+
+#[test]
 fn a_broken_schedule_is_drawn_and_called_so() {
     let broken = Schedule::new("broken", &[0], 1, true, vec![vec!["0B0".parse().unwrap()]]).unwrap();
     assert_eq!(broken.draw(80), "rank 0 | B0\n(NOT VALID: columns are positions)");

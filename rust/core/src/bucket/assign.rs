@@ -127,7 +127,9 @@ pub fn assign_buckets<K: Eq + Hash>(
         bucket.bytes = bucket.bytes.checked_add(size).ok_or(Error::SumOverflow { position })?;
         let limit = limits.get(bucket.cursor).copied().unwrap_or(last_limit);
         if bucket.bytes >= limit {
-            closed.push(std::mem::take(&mut bucket.indices), limit);
+            // A copy has the exact size, and what the open one has grown to serves its successor.
+            closed.push(bucket.indices.clone(), limit);
+            bucket.indices.clear();
             bucket.bytes = 0;
             bucket.cursor = (bucket.cursor + 1).min(limits.len() - 1);
         }

@@ -1,130 +1,146 @@
 //! A schedule as a picture in plain text.
 //!
-//! A row per rank, a column per unit of time: a forward takes one, a backward one (or, where backwards are split, one for
-//! each half). Where the picture is too wide, columns shrink to a letter, and then stand for several units of time; where
-//! it is too high, rows in the middle are left out. The last lines say what was done.
+//! A row per rank, a column per unit of time: every action takes one, and a whole backward two where others are split.
+//! Where the picture is too wide, a column shrinks to a letter, and then stands for several units of time; where it is
+//! too high, rows in the middle are left out. The last lines say what was done.
 
 use std::fmt::Write as _;
 
-use super::action::Kind;
-use super::simulate::Costs;
-use super::{Schedule, Span};
+use super::Schedule;
+use super::action::{Action, Kind};
 
 /// More rows than this are cut in the middle.
 const MAX_ROWS: usize = 32;
+/// The columns that a picture has at least, however narrow it should be.
+const MIN_COLUMNS: usize = 16;
 const IDLE: char = '.';
 
-/// A row to be: what happens in each unit of time.
-type Row = Vec<Option<Span>>;
+/// An action and the units of time that it takes.
+struct Bar {
+    action: Action,
+    start: usize,
+    end: usize,
+}
+
+type Row = Vec<Bar>;
 
 impl Schedule {
-    /// The picture, `width` columns wide at most (but never narrower than a readable row needs), without a newline at
-    /// its end. A schedule that cannot be carried out is drawn by position instead of time, and a line at the end says so.
+    /// The picture, without a newline at its end, `width` characters wide at most (unless that leaves less than a few
+    /// columns). A schedule that cannot be carried out is drawn by position instead of time, and a line at the end says so.
     pub fn draw(&self, width: usize) -> String {
         let (rows, in_time) = self.rows();
-        let units = rows.iter().map(Vec::len).max().unwrap_or(0);
+        let units = rows.iter().filter_map(|row| row.last()).map(|bar| bar.end).max().unwrap_or(0);
         let margin = format!("rank {} |", self.ranks() - 1).len();
-        let room = width.saturating_sub(margin).max(16);
-        let label = rows.iter().flatten().flatten().map(|span| self.label(span).len()).max().unwrap_or(1);
+        let room = width.saturating_sub(margin).max(MIN_COLUMNS);
+        let (top, bottom) = if rows.len() > MAX_ROWS {
+            (MAX_ROWS / 2, rows.len() - MAX_ROWS / 2)
+        } else {
+            (rows.len(), rows.len())
+        };
+        let shown = || rows.iter().enumerate().filter(|(rank, _)| *rank < top || *rank >= bottom);
 
-        let mut notes = vec![
-            if in_time { "time runs to the right" } else { "NOT VALID: columns are positions" }.to_owned(),
-        ];
-        let units_per_column = units.div_ceil(room).max(1);
-        let with_numbers = units * (label + 1) <= room;
-        if !with_numbers && units_per_column == 1 {
-            notes.push("too wide for numbers: a letter is one unit".to_owned());
-        } else if !with_numbers {
-            notes.push(format!("too wide for numbers: a letter is {units_per_column} units"));
-        }
+        // Labels matter only where there is room for the shortest of them.
+        let labels = if units * 2 <= room { shown().flat_map(|(_, row)| row).collect() } else { Vec::new() };
+        let longest = labels.iter().map(|bar| self.label(bar.action).len()).max();
+        let numbered = longest.filter(|longest| units * (longest + 1) <= room);
+        let scale = units.div_ceil(room).max(1);
+
         let mut picture = String::new();
-        let hidden = rows.len().checked_sub(MAX_ROWS).filter(|&hidden| hidden > 0);
-        for (rank, row) in rows.iter().enumerate() {
-            if let Some(hidden) = hidden {
-                if rank == MAX_ROWS / 2 {
-                    let _ = writeln!(picture, "{:>margin$} {hidden} ranks left out", "...");
-                }
-                if (MAX_ROWS / 2..MAX_ROWS / 2 + hidden).contains(&rank) {
-                    continue;
-                }
+        for (rank, row) in shown() {
+            if rank == bottom {
+                let _ = writeln!(picture, "{:>margin$} {} ranks left out", "...", bottom - top);
             }
-            let mut line = format!("{:>margin$}", format!("rank {rank} |"));
-            if with_numbers {
-                for unit in 0..units {
-                    let text = row.get(unit).and_then(|span| Some(self.label(span.as_ref()?)));
-                    let _ = write!(line, " {:>label$}", text.unwrap_or_else(|| IDLE.to_string()));
-                }
-            } else {
-                line.extend(columns(row, units, units_per_column));
-            }
-            let _ = writeln!(picture, "{line}");
+            let line = match numbered {
+                Some(longest) => self.with_numbers(row, units, longest),
+                None => letters(row, units, scale),
+            };
+            let _ = writeln!(picture, "{:>margin$}{line}", format!("rank {rank} |"));
         }
-        let _ = write!(picture, "({})", notes.join(")\n("));
+        picture += if in_time { "(time runs to the right)" } else { "(NOT VALID: columns are positions)" };
+        match (numbered, scale) {
+            _ if units == 0 => {}
+            (Some(_), _) => {}
+            (None, 1) => picture += "\n(too wide for numbers: a letter is one unit)",
+            (None, scale) => {
+                let _ = write!(picture, "\n(too wide for numbers: a letter is {scale} units)");
+            }
+        }
         picture
     }
 
-    /// What each rank does in each unit of time, and whether it is time: a schedule that cannot be carried out has only
-    /// positions.
+    /// What each rank does when, and whether that is time: a schedule that cannot be carried out has only positions.
     fn rows(&self) -> (Vec<Row>, bool) {
         let split = self.actions.iter().flatten().any(|action| action.kind() == Kind::WeightGrad);
-        // Shares of one unit would not be columns, so every stage takes a whole one.
-        let stages_held = self.stages().div_ceil(self.ranks());
-        #[allow(clippy::cast_precision_loss)] // at most 2^16
-        let unit = stages_held as f64;
-        let costs = Costs::new(unit, unit, if split { unit } else { 0.0 });
-        let positions = || {
-            let span = |(position, &action)| {
-                #[allow(clippy::cast_precision_loss)] // at most the length of a list
-                let start = position as f64;
-                Some(Span { action, start, end: start + 1.0 })
-            };
-            self.actions.iter().map(|actions| actions.iter().enumerate().map(span).collect()).collect()
+        let duration = |_, kind| if split && kind == Kind::Backward { 2.0 } else { 1.0 };
+        let by_position = |actions: &Vec<Action>| {
+            let bar = |(start, &action)| Bar { action, start, end: start + 1 };
+            actions.iter().enumerate().map(bar).collect()
         };
-        match costs.and_then(|costs| self.simulate(&costs)) {
-            Err(_) => (positions(), false),
-            Ok(simulation) => {
-                let rows = (0..self.ranks()).filter_map(|rank| Some(in_units(simulation.spans(rank)?)));
-                (rows.collect(), true)
+        match self.in_time(duration) {
+            Err(_) => (self.actions.iter().map(by_position).collect(), false),
+            #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // sums of ones and twos
+            Ok(ranks) => {
+                let bars = ranks.into_iter().map(|spans| {
+                    let bar = |span: super::Span| Bar {
+                        action: span.action,
+                        start: span.start as usize,
+                        end: span.end as usize,
+                    };
+                    spans.into_iter().map(bar).collect()
+                });
+                (bars.collect(), true)
             }
         }
     }
 
     /// `F3`, or `1F3` where ranks hold several stages.
-    fn label(&self, span: &Span) -> String {
-        let text = span.action.to_string();
+    fn label(&self, action: Action) -> String {
+        let text = action.to_string();
         if self.stages() == self.ranks() {
             text.trim_start_matches(|c: char| c.is_ascii_digit()).to_owned()
         } else {
             text
         }
     }
-}
 
-/// Every unit of time with what is done in it.
-fn in_units(spans: &[Span]) -> Row {
-    let mut row = Row::new();
-    for span in spans {
-        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // counts of units
-        let (start, end) = (span.start.round() as usize, span.end.round() as usize);
-        row.resize(start.max(row.len()), None);
-        row.resize(end.max(row.len()), Some(*span));
+    /// A column per unit, each with its action's label.
+    fn with_numbers(&self, row: &Row, units: usize, width: usize) -> String {
+        let mut columns = vec![IDLE.to_string(); units];
+        for bar in row {
+            columns
+                .iter_mut()
+                .take(bar.end)
+                .skip(bar.start)
+                .for_each(|column| *column = self.label(bar.action));
+        }
+        columns.iter().fold(String::new(), |mut line, column| {
+            let _ = write!(line, " {column:>width$}");
+            line
+        })
     }
-    row
 }
 
-/// A letter per `units_per_column` units: what most of them are.
-fn columns(row: &Row, units: usize, units_per_column: usize) -> impl Iterator<Item = char> {
-    (0..units).step_by(units_per_column).map(move |start| {
-        let letters = (start..units.min(start + units_per_column))
-            .map(|unit| row.get(unit).and_then(|span| span.as_ref()?.action.kind().text().chars().next()));
-        let mut counts: Vec<(char, usize)> = Vec::new();
-        for letter in letters.map(|letter| letter.unwrap_or(IDLE)) {
+/// A letter per `scale` units: what most of them are, the earliest if there are as many of others.
+fn letters(row: &Row, units: usize, scale: usize) -> String {
+    let mut columns: Vec<Vec<(char, usize)>> = vec![Vec::new(); units.div_ceil(scale)];
+    for bar in row {
+        let letter = bar.action.kind().text().chars().next().unwrap_or(IDLE);
+        for (index, counts) in
+            columns.iter_mut().enumerate().take(bar.end.div_ceil(scale)).skip(bar.start / scale)
+        {
+            let units = bar.end.min((index + 1) * scale) - bar.start.max(index * scale);
             match counts.iter_mut().find(|(known, _)| *known == letter) {
-                Some((_, count)) => *count += 1,
-                None => counts.push((letter, 1)),
+                Some((_, count)) => *count += units,
+                None => counts.push((letter, units)),
             }
         }
-        // The earliest wins a tie.
-        counts.iter().rev().max_by_key(|(_, count)| *count).map_or(IDLE, |(letter, _)| *letter)
-    })
+    }
+    let most = |(index, counts): (usize, Vec<(char, usize)>)| {
+        let busy: usize = counts.iter().map(|(_, count)| count).sum();
+        let idle = scale.min(units - index * scale) - busy;
+        // The last of the largest is taken, hence in reverse.
+        let best = counts.into_iter().rev().max_by_key(|(_, count)| *count);
+        best.filter(|(_, count)| *count >= idle).map_or(IDLE, |(letter, _)| letter)
+    };
+    columns.into_iter().enumerate().map(most).collect()
 }

@@ -111,18 +111,26 @@ impl Schedule {
     /// # Errors
     /// Those of [`Schedule::verify`].
     pub fn simulate(&self, costs: &Costs) -> Result<Simulation> {
-        self.verify_lists()?;
         let mut stages_held = vec![0.0f64; self.ranks()];
         for &rank in &self.placement {
             if let Some(held) = stages_held.get_mut(usize::from(rank)) {
                 *held += 1.0;
             }
         }
-        let cells = self.stages() * self.microbatches;
+        let share = |rank: usize| stages_held.get(rank).copied().unwrap_or(1.0);
+        let spans = self.in_time(|rank, kind| costs.of(kind) / share(rank))?;
+        let work = costs.forward + if self.backward { costs.input_grad + costs.weight_grad } else { 0.0 };
+        #[allow(clippy::cast_precision_loss)] // at most 2^24
+        Ok(Simulation { spans, work: work * self.microbatches as f64 })
+    }
+
+    /// The actions of every rank in time, given how long each takes.
+    pub(super) fn in_time(&self, duration: impl Fn(usize, Kind) -> f64) -> Result<Vec<Vec<Span>>> {
+        self.verify_lists()?;
+        let (m, cells) = (self.microbatches, self.stages() * self.microbatches);
         let (mut outputs, mut input_grads) = (vec![0.0f64; cells], vec![0.0f64; cells]);
         let mut spans: Vec<Vec<Span>> =
             self.actions.iter().map(|actions| Vec::with_capacity(actions.len())).collect();
-        let m = self.microbatches;
         walk(self, |rank, action| {
             let cell = self.cell(action).unwrap_or_default();
             let needed = match action.kind() {
@@ -134,8 +142,7 @@ impl Schedule {
             let Some(spans) = spans.get_mut(rank) else { return };
             let free = spans.last().map_or(0.0, |span| span.end);
             let start = needed.map_or(free, |&there| free.max(there));
-            let share = stages_held.get(rank).copied().unwrap_or(1.0);
-            let end = start + costs.of(action.kind()) / share;
+            let end = start + duration(rank, action.kind());
             spans.push(Span { action, start, end });
             let table = match action.kind() {
                 Kind::Forward => &mut outputs,
@@ -147,8 +154,6 @@ impl Schedule {
             }
         })
         .map_err(|cycle| Error::Deadlock { cycle })?;
-        let work = costs.forward + if self.backward { costs.input_grad + costs.weight_grad } else { 0.0 };
-        #[allow(clippy::cast_precision_loss)] // at most 2^24
-        Ok(Simulation { spans, work: work * m as f64 })
+        Ok(spans)
     }
 }
