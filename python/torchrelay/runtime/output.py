@@ -40,15 +40,16 @@ class Output:
         self.leaves = [self._join(k, column) for k, column in enumerate(columns)]
         self.differentiable = [k for k, column in enumerate(columns) if any(map(wants_grad, column))]
         self._sizes = {k: [tensor.size(dim) for tensor in columns[k]] for k in self.differentiable}
-        self._count = len(parts)
+        self._count, self._width = len(parts), len(columns)
 
-    def value(self) -> Any:
-        """The leaves in their structure."""
-        return unflatten(self.leaves, self._spec)
+    def take(self) -> Any:
+        """The leaves in their structure. Forgotten here, since their graph leads back to this object."""
+        leaves, self.leaves = self.leaves, []
+        return unflatten(leaves, self._spec)
 
     def cut(self, gradients: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
         """Each micro-batch's gradients of all leaves, from the gradients of the differentiable ones."""
-        parts: list[list[Tensor | None]] = [[None] * len(self.leaves) for _ in range(self._count)]
+        parts: list[list[Tensor | None]] = [[None] * self._width for _ in range(self._count)]
         for k, gradient in zip(self.differentiable, gradients, strict=True):
             if gradient is None:
                 continue

@@ -13,17 +13,14 @@ def trainable(module: nn.Module) -> list[Tensor]:
     """
     found: dict[Tensor, None] = {}
     seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> None:
+    to_visit = [module]  # not by recursion: a closure that calls itself is a cycle, and would keep all this alive
+    while to_visit:
+        module = to_visit.pop()
         if module in seen:
-            return
+            continue
         seen.add(module)
         for parameter in module._parameters.values():
             if parameter is not None and parameter.requires_grad:
                 found[parameter] = None
-        for child in module._modules.values():
-            if child is not None:
-                visit(child)
-
-    visit(module)
+        to_visit += [child for child in reversed(module._modules.values()) if child is not None]
     return list(found)

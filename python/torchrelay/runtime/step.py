@@ -117,7 +117,7 @@ class Step:
         self._input.tell_writes()
         self._output = Output(outputs, self._pipeline.batch_dim)
         self._attach()
-        return self._output.value()
+        return self._output.take()
 
     def _run_forward(self, microbatches: Sequence[Any]) -> list[Any]:
         phase = Phase(self._programs.schedule, self._programs.forward, {"F": Task(self._forward_task, +1)})
