@@ -1,0 +1,234 @@
+"""The layers run in other threads, and see all that the caller's thread has set all the same."""
+
+import collections
+import contextlib
+import contextvars
+import threading
+
+import pytest
+import torch
+from gpipe_support import Call, assert_close, assert_same_gradients, assert_same_step, loss_of, mlp, rows, split
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.timeout(60)
+NUMBER = contextvars.ContextVar("NUMBER", default=0)
+
+
+def spied(read, executor, chunks=2):
+    """A model whose layers note what `read` gives; and the notes."""
+    notes = []
+
+    def note(value):
+        notes.append(read())
+        return value
+
+    module = nn.Sequential(nn.Linear(3, 3), Call(note), nn.Linear(3, 3), Call(note)).double()
+    return split(module, [2, 2], chunks=chunks, executor=executor, copied=False), notes
+
+
+@contextlib.contextmanager
+def number(value):
+    token = NUMBER.set(value)
+    yield
+    NUMBER.reset(token)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+SURROUNDINGS = [
+    (torch.no_grad, torch.is_grad_enabled, False),
+    (torch.enable_grad, torch.is_grad_enabled, True),
+    (lambda: torch.autocast("cpu", dtype=torch.bfloat16), lambda: torch.is_autocast_enabled("cpu"), True),
+    (lambda: torch.autocast("cpu", dtype=torch.float16), lambda: torch.get_autocast_dtype("cpu"), torch.float16),
+    (lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False), torch.is_autocast_cache_enabled, False),
+    (lambda: torch.device("meta"), torch.get_default_device, torch.device("meta")),
+    (lambda: number(7), NUMBER.get, 7),
+    (lambda: default_dtype(torch.float64), torch.get_default_dtype, torch.float64),
+    (lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled, True),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize(("surrounding", "read", "expected"), SURROUNDINGS)
+def test_layers_see_what_the_caller_has_set(executor, surrounding, read, expected):
+    model, notes = spied(read, executor)
+    outside, value = read(), rows(4, 3)
+    model(value)
+    assert notes == [outside] * 4
+    notes.clear()
+    with surrounding():
+        assert read() == expected
+        model(value)
+    assert notes == [expected] * 4
+    notes.clear()
+    model(value)
+    assert notes == [outside] * 4
+
+
+def test_autocast_gives_what_the_plain_module_gives(executor):
+    module = mlp(8, 8, 8).float()
+    model = split(module, [2, 2], chunks=2, executor=executor)
+    for net in (module, model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = net(rows(4, 8).float())
+        output.float().square().sum().backward()
+    for ours, theirs in zip(model.parameters(), module.parameters(), strict=True):
+        assert ours.grad.dtype == theirs.grad.dtype
+        # bfloat16 has eight bits, and the sums over micro-batches have another order
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=0.05)
+
+
+def test_a_layer_that_switches_gradients_off_for_itself(executor):
+    class Off(nn.Module):
+        def forward(self, value):
+            with torch.no_grad():
+                shift = value.mean(1, keepdim=True)
+            return value - shift
+
+    module = nn.Sequential(nn.Linear(3, 3), Off(), nn.Linear(3, 3)).double()
+    assert_same_step(module, split(module, [2, 1], chunks=2, executor=executor), lambda: rows(4, 3))
+
+
+def test_a_context_variable_set_by_the_caller_after_the_first_step(executor):
+    model, notes = spied(NUMBER.get, executor)
+    for value in (1, 2, 3):
+        with number(value):
+            model(rows(4, 3))
+    assert notes == [1] * 4 + [2] * 4 + [3] * 4
+
+
+def test_backward_sees_the_surroundings_of_its_caller(executor):
+    notes = []
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            notes.append(NUMBER.get())
+            return gradient
+
+    module = nn.Sequential(nn.Linear(3, 3), Call(Note.apply), nn.Linear(3, 3), Call(Note.apply)).double()
+    model = split(module, [2, 2], chunks=2, executor=executor)
+    with number(4):
+        loss = loss_of(model(rows(4, 3)))
+    with number(5):
+        loss.backward()
+    assert notes == [5] * 4
+
+
+class Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts, self.lock = collections.Counter(), threading.Lock()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with self.lock:
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class CountFunctions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.counts, self.lock = collections.Counter(), threading.Lock()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        with self.lock:
+            self.counts[getattr(func, "__name__", str(func))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Count, CountFunctions])
+def test_modes_count_in_lanes_what_they_count_serially(mode):
+    module = mlp(3, 4, 2)
+    found = []
+    for executor in ("serial", "lanes"):
+        model = split(module, [2, 2], chunks=3, executor=executor)
+        with mode() as counter:
+            loss_of(model(rows(6, 3))).backward()
+        found.append(counter.counts)
+    assert found[0] == found[1]
+    name = "aten.addmm.default" if mode is Count else "linear"
+    assert found[1][name] == 6
+
+
+def test_saved_tensor_hooks_see_the_layers_tensors():
+    module = mlp(3, 4, 2)
+    found = []
+    for executor in ("serial", "lanes"):
+        model = split(module, [2, 2], chunks=3, executor=executor)
+        packed, unpacked = [], []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, packed=packed: packed.append(t.shape) or t, lambda t, unpacked=unpacked: unpacked.append(1) or t
+        ):
+            loss = loss_of(model(rows(6, 3)))
+        loss.backward()
+        assert_same_gradients(model, reference_step(module))
+        found.append((sorted(packed), len(unpacked)))
+    assert found[0] == found[1]
+    # a weight, an input and a result for each layer pair and micro-batch, at the least
+    assert len(found[1][0]) >= 6
+
+
+def reference_step(module):
+    module.zero_grad()
+    loss_of(module(rows(6, 3))).backward()
+    return module
+
+
+def test_saved_tensors_may_be_kept_elsewhere(executor):
+    module = mlp(3, 4, 2)
+    model = split(module, [2, 2], chunks=3, executor=executor)
+    with torch.autograd.graph.save_on_cpu():
+        loss = loss_of(model(rows(6, 3)))
+    loss.backward()
+    assert_same_gradients(model, reference_step(module))
+
+
+def test_a_pipeline_within_torch_checkpoint(executor):
+    module = mlp(3, 4, 2)
+    model = split(module, [2, 2], chunks=2, executor=executor)
+    loss_of(module(rows(6, 3))).backward()
+    loss_of(checkpoint(model, rows(6, 3), use_reentrant=False)).backward()
+    assert_same_gradients(model, module)
+
+
+def test_checkpointed_layers_within_a_pipeline(executor):
+    class Recomputed(nn.Module):
+        def __init__(self, inner, reentrant):
+            super().__init__()
+            self.inner, self.reentrant = inner, reentrant
+
+        def forward(self, value):
+            return checkpoint(self.inner, value, use_reentrant=self.reentrant)
+
+    module = nn.Sequential(
+        nn.Linear(3, 3), Recomputed(mlp(3, 3), False), nn.Linear(3, 3), Recomputed(mlp(3, 3), False)
+    ).double()
+    model = split(module, [2, 2], chunks=2, executor=executor)
+    assert_same_step(module, model, lambda: rows(6, 3, requires_grad=True))
+
+
+def test_functional_call_and_replaced_parameters(executor):
+    """Parameters that are exchanged for the time of a call get the gradient."""
+    module = mlp(3, 3)
+    model = split(module, [1, 1], chunks=2, executor=executor)
+    answers = []
+    for net in (module, model):
+        values = {name: (p.detach() * 2).requires_grad_() for name, p in net.named_parameters()}
+        output = torch.func.functional_call(net, values, (rows(4, 3),))
+        answers.append((output, torch.autograd.grad(loss_of(output), list(values.values()))))
+    assert_close(answers[1], answers[0])
