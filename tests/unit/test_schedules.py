@@ -61,6 +61,19 @@ def test_spans_are_actions_in_time() -> None:
     ]
 
 
+def test_recomputation_comes_right_before_the_backward() -> None:
+    def of(recompute: str) -> str:
+        schedule = schedules.make("gpipe", ranks=1, microbatches=2, recompute=recompute)
+        schedule.verify()
+        return " ".join(map(str, schedule.actions(0)))
+
+    assert of("never") == "0F0 0F1 0B1 0B0"
+    assert of("except_last") == "0F0 0F1 0B1 0R0 0B0"
+    assert of("always") == "0F0 0F1 0R1 0B1 0R0 0B0"
+    with pytest.raises(ValueError, match="recompute must be one of never, except_last, always, but is"):
+        of("sometimes")
+
+
 def test_names_and_an_unknown_one() -> None:
     assert "gpipe" in schedules.names()
     with pytest.raises(ValueError, match=r"no schedule 'gpippe'; the names are: gpipe"):

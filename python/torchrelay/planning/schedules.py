@@ -16,18 +16,20 @@ def names() -> list[str]:
     return list(_MAKERS)
 
 
-def make(name: str, *, ranks: int, microbatches: int, **options: bool) -> Schedule:
+def make(name: str, *, ranks: int, microbatches: int, **options: bool | str) -> Schedule:
     """The schedule of that name.
 
     Args:
         name: One of `names()`.
         ranks: How many ranks there are, at least one.
         microbatches: How many micro-batches a step has, at least one; fewer than ranks are legal.
-        options: What the schedule has to choose. For ``gpipe``: ``backward=False`` for inference, and
-            ``ascending=True`` for a backward in the order of the forward instead of in reverse.
+        options: What the schedule has to choose. For ``gpipe``: ``backward=False`` for inference;
+            ``ascending=True`` for a backward in the order of the forward instead of in reverse; and
+            ``recompute``, whose forwards are computed again before the backward: ``"never"`` (the default),
+            ``"except_last"`` or ``"always"``.
 
     Raises:
-        PlanError: A name that is not known, or a number below one or too large. It is a ValueError.
+        PlanError: A name or choice that is not known, or a number below one or too large. It is a ValueError.
         TypeError: An option that the schedule does not have.
 
     Example:
