@@ -9,6 +9,7 @@ handed on untouched, so that they can be changed in place like those of the bare
 import dataclasses
 import functools
 import typing
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -29,6 +30,29 @@ def watch_outputs(output: object, begin: Callable[[], object]) -> None:
         if node is not None:
             # Holds a leaf of the graph, not the node: a node that held itself would never be freed.
             node.register_prehook(functools.partial(_entered, begin, _a_leaf(node)))
+        elif tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter):
+            _watch_leaf(tensor, begin)
+
+
+def _watch_leaf(tensor: torch.Tensor, begin: Callable[[], object]) -> None:
+    """For an input that is handed through. It outlives the graph, so it gets one hook, which keeps nothing alive."""
+    hooks = tensor._backward_hooks or {}
+    if not any(isinstance(hook, _LeafHook) and hook.belongs_to(begin) for hook in hooks.values()):
+        tensor.register_hook(_LeafHook(tensor, begin))  # type: ignore[no-untyped-call]
+
+
+class _LeafHook:
+    def __init__(self, tensor: torch.Tensor, begin: Callable[[], object]) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._begin = weakref.WeakMethod(begin)
+
+    def belongs_to(self, begin: Callable[[], object]) -> bool:
+        return self._begin() == begin
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        tensor, begin = self._tensor(), self._begin()
+        if tensor is not None and begin is not None:
+            _entered(begin, torch.autograd.graph.get_gradient_edge(tensor).node, gradient)
 
 
 def tensors_in(output: object) -> Iterator[torch.Tensor]:

@@ -70,6 +70,7 @@ class Reducer:
         self._lock = threading.RLock()
         self._reducing = False
         self._launched = 0
+        self._bare: frozenset[int] = frozenset()
         self._flying: dict[int, Work] = {}
         self._adrift: list[BucketStorage] = []
         self._readiness = Readiness(
@@ -111,6 +112,7 @@ class Reducer:
             Variable._execution_engine.queue_callback(backward)
             self._reducing = self.enabled
             self._launched = 0
+            self._bare = frozenset()
             self._readiness.start(self._reducing)
 
     def _launch_ready(self, stop: int) -> None:
@@ -121,7 +123,9 @@ class Reducer:
         # Several of autograd's threads may bring the news, and not in order: what counts is how far the plan may go.
         while self._launched < stop:
             storage = self._storage[self._launched]
-            storage.gather(unused, self._flying)
+            self._bare |= storage.gather(unused, self._flying)
+            if storage is self._storage[-1]:
+                self._fill_tail(unused | self._bare)
             self._launched += 1  # from here on something of it may have been sent
             try:
                 storage.send(self._average, self._flying)
@@ -144,18 +148,11 @@ class Reducer:
             self._readiness.finish()
 
     def _reduce_rest(self) -> None:
-        unused = frozenset(self._readiness.unused)
-        late = self._readiness.late
-        self._used.fill_(1)
-        if unused:
-            self._used[list(unused)] = 0
-        self._trouble.zero_()
-        if late:
-            self._trouble[self._rank] = 1
-        self._launch(len(self._storage), unused)
+        self._launch(len(self._storage), frozenset(self._readiness.unused))
         for storage in self._storage:
             self._wait(storage)
-        self._raise_trouble(late)
+        self._raise_trouble(self._readiness.late)
+        unused = self._bare.union(self._readiness.unused)
         untouched: frozenset[int] = frozenset()
         if unused:  # only then, so that an accelerator is not waited for in the usual case
             anywhere = (self._used != 0).tolist()
@@ -163,6 +160,15 @@ class Reducer:
         for storage in self._storage:
             storage.write_back(unused.intersection(storage.bucket.members), untouched)
         self.backwards += 1
+
+    def _fill_tail(self, unused: frozenset[int]) -> None:
+        """What travels with the last bucket; all other gradients have been gathered by then."""
+        self._used.fill_(1)
+        if unused:
+            self._used[list(unused)] = 0
+        self._trouble.zero_()
+        if self._readiness.late:
+            self._trouble[self._rank] = 1
 
     def _raise_trouble(self, late: list[int]) -> None:
         if late:

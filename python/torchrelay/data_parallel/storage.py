@@ -63,7 +63,7 @@ class BucketStorage:
         self._sent: list[_Sent] = []
         self._works: list[Work] = []
 
-    def gather(self, unused: Collection[int], flying: Mapping[int, Work]) -> None:
+    def gather(self, unused: Collection[int], flying: Mapping[int, Work]) -> set[int]:
         """Takes the gradients. Nothing has been sent if this raises.
 
         Args:
@@ -71,11 +71,18 @@ class BucketStorage:
                 are until `write_back` is told whether another rank's did.
             flying: What is being averaged in place, by address.
 
+        Returns:
+            Members without any gradient. Autograd tells a parameter's hook even if what arrives is no gradient, so
+            there may be more of them than `unused` names.
+
         Raises:
             ReductionError: A gradient is of a kind that its parameter's layer did not announce.
         """
-        self._sent = [self._prepare(member, parameter, unused, flying) for member, parameter in self._large]
-        self._gather_small(unused)
+        bare = {member for member, parameter in self._large if parameter.grad is None}
+        self._sent = []
+        for member, parameter in self._large:
+            self._sent.append(self._prepare(member, parameter, unused, flying))
+        return bare | self._gather_small(unused)
 
     def gather_nothing(self) -> None:
         """Prepares the messages of `gather` with no gradient in them, for ranks that wait for this one."""
@@ -141,13 +148,15 @@ class BucketStorage:
         self._sent = []
         self._kept.clear()
 
-    def _gather_small(self, unused: Collection[int]) -> None:
+    def _gather_small(self, unused: Collection[int]) -> set[int]:
+        bare: set[int] = set()
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for (member, parameter), view in zip(self._small, self._views, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
+                bare.add(member)
             elif gradient is view:
                 if member in unused:
                     self._kept[member] = view.clone()
@@ -158,8 +167,9 @@ class BucketStorage:
             self._copy(targets, sources)
         if self.as_views:  # now, not at the end: so the gradients that autograd made are freed as soon as may be
             for (member, parameter), view in zip(self._small, self._views, strict=True):
-                if member not in unused:
+                if member not in unused and member not in bare:
                     parameter.grad = view
+        return bare
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         try:
@@ -184,11 +194,13 @@ class BucketStorage:
             # Weights tied to a dense layer have dense gradients on some ranks; the message is sparse on all.
             sparse = gradient.detach() if gradient.is_sparse else gradient.detach().to_sparse(1)
             return _Sent(member, sparse.coalesce().clone(), own=False)
-        if (earlier := flying.get(gradient.data_ptr())) is not None:
-            # Autograd may give two parameters gradients that share memory. The mean of the mean is the mean, but
-            # two messages must not write to one place at a time.
-            earlier.wait()
-        elif member not in unused and _reducible_in_place(gradient, parameter):
+        # Autograd may give two parameters gradients that share memory: two messages must not write there at a time.
+        # Where the first is on its way, what is copied is the mean, and its mean is no other.
+        place = gradient.data_ptr()
+        shared = place in flying or any(sent.own and sent.tensor.data_ptr() == place for sent in self._sent)
+        if place in flying:
+            flying[place].wait()
+        if not shared and member not in unused and _reducible_in_place(gradient, parameter):
             return _Sent(member, gradient, own=True)
         return _Sent(member, self._blank(parameter).copy_(gradient.detach()), own=False)
 
@@ -196,7 +208,7 @@ class BucketStorage:
         if self.bucket.sparse:
             indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
             values = parameter.new_empty((0, *parameter.shape[1:]))
-            return torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()
+            return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True).coalesce()
         strides = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
         return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device).zero_()
 

@@ -1,0 +1,352 @@
+"""What happens when a module is wrapped: agreement, copying, the plan, options; and what happens to it afterwards."""
+
+import copy
+import io
+import pickle
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import accumulate_mean, assert_equal_on_ranks, assert_same_gradients, inputs, loss, mlp, raised, wrap
+from ranks import on_ranks
+from torch import nn
+
+from torchrelay import DistributedDataParallel
+from torchrelay.errors import RankMismatchError, ReductionError
+
+
+@on_ranks
+def test_rank_zeros_values_are_everyones(rank, world):
+    torch.manual_seed(rank)
+    module = nn.Sequential(nn.Linear(3, 300_000), nn.BatchNorm1d(4), nn.Linear(2, 2).double())
+    module[1].running_mean += rank + 1
+    module[0].bias.requires_grad_(False)
+    DistributedDataParallel(module)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        assert_equal_on_ranks(tensor)
+    assert bool((module[1].running_mean == 1).all())
+
+
+@on_ranks
+def test_without_init_sync_nothing_is_sent(rank, world):
+    if rank == 0:
+        module = DistributedDataParallel(nn.Linear(2, 2), init_sync=False)
+        assert len(module.plan.buckets) == 1
+
+
+@on_ranks
+def test_without_broadcast_buffers_they_stay(rank, world):
+    module = nn.BatchNorm1d(2)
+    module.running_mean.fill_(rank)
+    wrapped = DistributedDataParallel(module, broadcast_buffers=False)
+    wrapped(torch.ones(4, 2))
+    assert bool((module.running_mean == 0.9 * rank + 0.1).all())
+
+
+def with_frozen(module, name):
+    module.get_parameter(name).requires_grad_(False)
+    return module
+
+
+def with_strides(module):
+    module[0].weight = nn.Parameter(module[0].weight.detach().t().contiguous().t())
+    return module
+
+
+def ignoring(module, name):
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [name])
+    return module
+
+
+def swapped(rank):
+    names = ["a", "b"] if rank == 0 else ["b", "a"]
+    return nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in names})
+
+
+DIFFERENCES = {
+    "number": (lambda r: nn.Sequential(*[nn.Linear(3, 3) for _ in range(2 + r)]), ["4 in all against 6", "2.weight"]),
+    "shape": (lambda r: nn.Linear(3, 3 + r), ["weight: shape [3, 3]", "weight: shape [4, 3]"]),
+    "order": (swapped, ["a.weight", "b.weight"]),
+    "dtype": (lambda r: mlp() if r else mlp().float(), ["float32", "float64"]),
+    "strides": (lambda r: with_strides(mlp()) if r else mlp(), ["strides [4, 1]", "strides [1, 4]"]),
+    "frozen": (lambda r: with_frozen(mlp(), "2.bias") if r else mlp(), ["2.bias", "trainable", "frozen"]),
+    "ignored": (lambda r: ignoring(mlp(), f"{2 * r}.weight"), ["0.weight", "ignored"]),
+    "sparse": (lambda r: nn.Embedding(3, 3, sparse=bool(r)), ["sparse gradients"]),
+    "buffer": (lambda r: nn.BatchNorm1d(3, track_running_stats=not r), ["buffer 0", "running_mean", "absent"]),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+@on_ranks
+def test_different_models_are_refused_on_every_rank(rank, world, what):
+    make, words = DIFFERENCES[what]
+    message = raised(RankMismatchError, lambda: DistributedDataParallel(make(rank)))
+    for word in [*words, "rank 0", "rank 1"]:
+        assert word in message, message
+    everyone = [None] * world
+    dist.all_gather_object(everyone, message)
+    assert set(everyone) == {message}
+
+
+@on_ranks
+def test_different_limits_are_refused(rank, world):
+    message = raised(RankMismatchError, lambda: DistributedDataParallel(mlp(), bucket_cap_mb=25 + rank))
+    assert "bucket limits [1048576, 26214400] bytes" in message
+
+
+@on_ranks
+def test_equal_models_with_size_one_strides_are_accepted(rank, world):
+    module = nn.Conv2d(1, 1, 1)
+    module.weight = nn.Parameter(module.weight.detach().as_strided((1, 1, 1, 1), (1 + rank, 1, 1, 1)))
+    DistributedDataParallel(module)
+
+
+@on_ranks
+def test_the_plan_is_the_same_everywhere_and_printable(rank, world):
+    module = nn.ModuleDict(
+        {"table": nn.Embedding(4, 4, sparse=True), "a": nn.Linear(600, 600), "b": nn.Linear(600, 600), "c": nn.Linear(2, 2)}
+    )
+    wrapped = DistributedDataParallel(module, bucket_cap_mb=1.5)
+    everyone = [None] * world
+    dist.all_gather_object(everyone, wrapped.plan)  # pickled on the way
+    assert all(plan == wrapped.plan for plan in everyone)
+    assert wrapped.plan.world_size == world
+    assert [bucket.names for bucket in wrapped.plan.buckets] == [
+        ("c.weight", "c.bias"),
+        ("a.bias", "b.weight", "b.bias"),
+        ("a.weight",),
+        ("table.weight",),
+    ] or str(wrapped.plan)
+    text = str(wrapped.plan)
+    assert "table.weight" in text
+    assert "MiB" in text
+    assert "gradients in" in repr(wrapped)
+
+
+@on_ranks
+def test_a_frozen_module_is_passed_through(rank, world):
+    module = nn.Linear(3, 3).requires_grad_(False)
+    wrapped = DistributedDataParallel(module)
+    assert wrapped.plan.buckets == ()
+    with wrapped.no_sync():
+        x = torch.ones(1, 3, requires_grad=True)
+        wrapped(x).sum().backward()
+    torch.testing.assert_close(x.grad, module.weight.sum(0, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("option", "kind", "word"),
+    [
+        ({"bucket_cap_mb": -1}, ValueError, "-1"),
+        ({"bucket_cap_mb": float("nan")}, ValueError, "nan"),
+        ({"bucket_cap_mb": True}, TypeError, "True"),
+        ({"bucket_cap_mb_list": []}, ValueError, "at least one"),
+        ({"bucket_cap_mb_list": [1, -2]}, ValueError, r"bucket_cap_mb_list[1]"),
+        ({"mixed_precision": object()}, NotImplementedError, "autocast"),
+        ({"check_reduction": True}, NotImplementedError, "check_reduction"),
+        ({"delay_all_reduce_named_params": []}, NotImplementedError, "bucket_cap_mb_list"),
+        ({"device_ids": [0, 1]}, NotImplementedError, "one process per device"),
+        ({"device_ids": [0]}, ValueError, "on the CPU"),
+        ({"device_mesh": object(), "process_group": object()}, ValueError, "one of them"),
+    ],
+)
+def test_options_that_are_refused(ranks, option, kind, word):
+    ranks.run(__name__, "refused", {"option": {k: v if type(v) is not object else None for k, v in option.items()},
+                                    "objects": [k for k, v in option.items() if type(v) is object],
+                                    "kind": kind, "word": word})  # fmt: skip
+
+
+def _refused(rank, world, option, objects, kind, word):
+    option = {**option, **{name: object() for name in objects}}
+    assert word in raised(kind, lambda: DistributedDataParallel(mlp(), **option))
+
+
+refused = on_ranks(_refused)
+
+
+@on_ranks
+def test_caps_change_no_bit(rank, world):
+    results = []
+    for cap in (0, 1e-6, 0.001, 25, 1e6, float("inf")):
+        torch.manual_seed(0)
+        module = mlp().float()
+        wrapped = DistributedDataParallel(module, bucket_cap_mb=cap, bucket_cap_mb_list=[cap] if cap < 1 else None)
+        for _ in range(2):
+            module.zero_grad()
+            loss(wrapped, inputs(world, 2, 4)[rank].float()).backward()
+        results.append([parameter.grad for parameter in module.parameters()])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@on_ranks
+def test_what_cannot_be_wrapped(rank, world):
+    assert "0.weight is lazy" in raised(
+        ValueError, lambda: DistributedDataParallel(nn.Sequential(nn.LazyLinear(3)))
+    )
+    expanded = nn.Module()
+    expanded.w = nn.Parameter(torch.ones(1).expand(5))
+    assert "w is expanded" in raised(ValueError, lambda: DistributedDataParallel(expanded))
+    assert "a torch.nn.Module is wrapped" in raised(TypeError, lambda: DistributedDataParallel(torch.ones(1)))
+
+
+@on_ranks
+def test_ignored_parameters_are_left_alone(rank, world):
+    torch.manual_seed(rank)
+    module = ignoring(mlp(), "2.weight")
+    own = module[2].weight.detach().clone()
+    wrapped, plain = wrap(module)
+    assert torch.equal(module[2].weight, own)
+    samples = inputs(world, 2, 4)
+    loss(wrapped, samples[rank]).backward()
+    loss(plain, samples[rank])
+    local = copy.deepcopy(module)
+    local.zero_grad()
+    loss(local, samples[rank]).backward()
+    torch.testing.assert_close(module[2].weight.grad, local[2].weight.grad)
+    assert_equal_on_ranks(module[4].weight.grad)
+
+
+@on_ranks
+def test_unfreezing_is_planned_anew(rank, world):
+    module = mlp()
+    module[0].requires_grad_(False)
+    wrapped, plain = wrap(module)
+    assert sum(len(bucket.names) for bucket in wrapped.plan.buckets) == 4
+    samples = inputs(world, 2, 4)
+    with wrapped.no_sync():
+        loss(wrapped, samples[rank]).backward()
+    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    for one in (module, plain):
+        one[0].requires_grad_(True)
+    loss(wrapped, samples[rank]).backward()
+    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    assert sum(len(bucket.names) for bucket in wrapped.plan.buckets) == 6
+    assert_same_gradients(module, plain)
+
+
+@on_ranks
+def test_a_cast_is_planned_anew(rank, world):
+    module = mlp().float()
+    wrapped, plain = wrap(module)
+    loss(wrapped, torch.ones(1, 4)).backward()
+    wrapped.zero_grad()
+    wrapped.double()
+    plain.double()
+    samples = inputs(world, 2, 4)
+    for _ in range(2):
+        loss(wrapped, samples[rank]).backward()
+        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+        assert_same_gradients(module, plain)
+    assert {bucket.dtype for bucket in wrapped.plan.buckets} == {"float64"}
+
+
+@on_ranks
+def test_a_replaced_parameter_is_named(rank, world):
+    module = mlp()
+    wrapped, _ = wrap(module)
+    module[2].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+    message = raised(ReductionError, lambda: loss(wrapped, torch.ones(1, 4, dtype=torch.float64)))
+    assert "2.weight was replaced" in message
+
+
+@on_ranks
+def test_state_dicts_load_with_and_without_prefix(rank, world):
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    module.module = nn.Linear(1, 1)  # a name that looks like the prefix
+    wrapped = DistributedDataParallel(module)
+    assert list(wrapped.state_dict()) == ["module." + key for key in module.state_dict()]
+
+    def filled(value, state):
+        return {key: torch.full_like(tensor, value) for key, tensor in state.items()}
+
+    for value, state in ((2, module.state_dict()), (3, wrapped.state_dict())):
+        result = wrapped.load_state_dict(filled(value, state))
+        assert result.missing_keys == result.unexpected_keys == []
+        assert all(bool((tensor == value).all()) for tensor in module.state_dict().values())
+    plain = filled(4, module.state_dict())
+    bias = plain.pop("0.bias")
+    assert "module.0.bias" in raised(RuntimeError, lambda: wrapped.load_state_dict(plain))
+    assert wrapped.load_state_dict(plain, strict=False).missing_keys == ["module.0.bias"]
+    assert "extra" in raised(RuntimeError, lambda: wrapped.load_state_dict({**plain, "0.bias": bias, "extra": bias}))
+    assert sorted(plain) == sorted(key for key in module.state_dict() if key != "0.bias")  # the caller's is as it was
+
+
+@on_ranks
+def test_loading_by_assignment(rank, world):
+    module = mlp()
+    wrapped, plain = wrap(module)
+    wrapped.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+    samples = inputs(world, 2, 4)
+    loss(wrapped, samples[rank]).backward()
+    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    assert_same_gradients(module, plain)
+
+
+def by_copy(wrapped):
+    return copy.deepcopy(wrapped)
+
+
+def by_pickle(wrapped):
+    return pickle.loads(pickle.dumps(wrapped))
+
+
+def by_saving(wrapped):
+    file = io.BytesIO()
+    torch.save(wrapped, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("way", [by_copy, by_pickle, by_saving])
+@on_ranks
+def test_a_copy_reduces_by_itself(rank, world, way):
+    group = dist.new_group(timeout=timedelta(seconds=15))
+    wrapped, plain = wrap(mlp(), process_group=group, gradient_as_bucket_view=True)
+    twin = way(wrapped)
+    assert twin.plan == wrapped.plan
+    assert (twin.process_group is group) == (way is by_copy)
+    samples = inputs(world, 2, 4)
+    loss(twin, samples[rank]).backward()
+    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    assert_same_gradients(twin.module, plain)
+    assert all(parameter.grad is None for parameter in wrapped.parameters())
+
+
+@on_ranks
+def test_a_device_mesh_names_the_ranks(rank, world):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    wrapped, plain = wrap(mlp(), device_mesh=init_device_mesh("cpu", (world,)))
+    samples = inputs(world, 2, 4)
+    loss(wrapped, samples[rank]).backward()
+    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    assert_same_gradients(wrapped.module, plain)
+
+
+@on_ranks
+def test_what_is_not_there_yet_says_so(rank, world):
+    wrapped = DistributedDataParallel(mlp())
+    assert "join" in raised(NotImplementedError, wrapped.join)
+    assert "register_comm_hook" in raised(NotImplementedError, lambda: wrapped.register_comm_hook(None, print))
+    with wrapped.join(enable=False):
+        pass
+
+
+@on_ranks
+def test_a_rank_that_does_not_come_is_an_error_in_time(rank, world):
+    import time
+
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    wrapped, _ = wrap(mlp(), process_group=group)
+    sample = torch.ones(1, 4, dtype=torch.float64)
+    loss(wrapped, sample).backward()
+    if rank == 0:
+        time.sleep(4)
+        return
+    start = time.monotonic()
+    message = raised(ReductionError, lambda: loss(wrapped, sample).backward())
+    assert time.monotonic() - start < 4
+    for words in ("on rank 1 of 2", "backward 1", "bucket 0 of 1", "0.weight"):
+        assert words in message, message
