@@ -9,6 +9,13 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def _weights_do_not_depend_on_the_order_of_tests() -> None:
+    """Layers are initialised from torch's generator."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 @pytest.fixture(params=["lanes", "serial"])
 def executor(request: pytest.FixtureRequest) -> str:
     """Both ways to carry a plan out."""

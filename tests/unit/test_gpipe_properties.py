@@ -32,7 +32,7 @@ def stacks(draw, *, convolutional=False):
         if kind == "elementwise":
             layers.append(draw(st.sampled_from(ELEMENTWISE))())
         elif kind == "norm":
-            layers.append(nn.GroupNorm(1, width))
+            layers.append(nn.GroupNorm(1, width) if convolutional else nn.LayerNorm(width))
         else:
             after, bias = draw(st.integers(1, 4)), draw(st.booleans())
             layer = nn.Conv2d(width, after, 3, padding=1, bias=bias) if convolutional else nn.Linear(width, after, bias)
