@@ -19,8 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-# A mistyped option is an exception of click's, which some versions of typer bring along and others depend on; the
-# base class of typer's own subclass is right in both.
+# What a mistyped option raises is not among typer's public names, but the base of one that is.
 _USAGE_ERROR: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
@@ -100,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = app(args=words or ["--help"], prog_name="torchrelay", standalone_mode=False)
     except UserError as error:
         return _fail(str(error), 2)
-    except (KeyboardInterrupt, typer.Abort):  # click turns the one into the other
+    except (KeyboardInterrupt, typer.Abort):  # typer turns the one into the other
         return _fail("interrupted", 130)
     except Exception as error:
         if not isinstance(error, _USAGE_ERROR):

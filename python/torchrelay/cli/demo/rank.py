@@ -19,7 +19,7 @@ from torchrelay.cli.ranks import Link
 __all__ = ["work"]
 
 # Longer than any step takes, and short enough to see a rank's error before losing patience.
-_TIMEOUT = timedelta(seconds=30)
+_TIMEOUT = timedelta(seconds=60)
 
 
 @contextlib.contextmanager
