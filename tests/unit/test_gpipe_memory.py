@@ -13,10 +13,11 @@ from torchrelay import GPipe
 
 @pytest.fixture(autouse=True)
 def _no_collection() -> Iterator[None]:
-    gc.collect()
+    was_enabled = gc.isenabled()
     gc.disable()
     yield
-    gc.enable()
+    if was_enabled:
+        gc.enable()
 
 
 class Watched(nn.Module):

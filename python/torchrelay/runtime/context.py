@@ -26,6 +26,7 @@ def needs_callers_thread() -> bool:
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or _saved_tensor_hooks() is not None
+        or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
         or any(not isinstance(mode, DeviceContext) for mode in _function_modes())
     )
 

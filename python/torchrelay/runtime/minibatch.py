@@ -62,7 +62,7 @@ class MiniBatch:
         columns = [
             None if whole else _cut(leaf, chunks, dim) for leaf, whole in zip(self._leaves, self._whole, strict=True)
         ]
-        count = next(len(column) for column in columns if column is not None)
+        self._rows = next([part.size(dim) for part in column] for column in columns if column is not None)
         self.parts = [
             unflatten(
                 [
@@ -71,9 +71,13 @@ class MiniBatch:
                 ],
                 spec,
             )
-            for i in range(count)
+            for i in range(len(self._rows))
         ]
         self._versions = [version(leaf) for leaf in self._leaves]
+
+    def alike(self) -> list[bool]:
+        """Whether each micro-batch has as many rows as the first."""
+        return [rows == self._rows[0] for rows in self._rows]
 
     def _check(self, device: torch.device) -> None:
         tensors = [(k, leaf) for k, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
@@ -150,11 +154,10 @@ class MiniBatch:
             return pieces[0]
         if self._whole[k]:
             return torch.stack(there).sum(0)
-        sizes = [piece.size(self._dim) for piece in _cut(leaf, len(pieces), self._dim)]
         return torch.cat(
             [
                 torch.zeros_like(leaf.narrow(self._dim, 0, size)) if piece is None else piece
-                for size, piece in zip(sizes, pieces, strict=True)
+                for size, piece in zip(self._rows, pieces, strict=True)
             ],
             self._dim,
         )

@@ -3,60 +3,56 @@
 All CPU partitions of a process share one generator, and so do the partitions on one accelerator. So the runtime plans
 what each task draws:
 
-1. Task (i, j) draws from a state derived from (step seed, i, j). The step seed is one draw from the caller's CPU
-   generator, which is thus advanced by one draw a step if anything drew, and not at all otherwise.
-2. Tasks that draw from one generator take turns on it: a lock is held from the seeding of the task's state until what
-   the generator was before is back. So whoever holds the lock finds the caller's own state.
-3. A partition's first micro-batch always takes its turn, and shows whether the partition draws. If it does not, its
-   other micro-batches wait for nobody. Should the generator not be at the end of a step what it was at its start,
-   something drew out of turn: that is said in a warning, and in the next step every task takes its turn and shows
-   whether it draws, in every later one too if it was a layer (and not, say, a thread that loads data).
-4. Where any partition drew, backward tasks on that generator take turns too: a layer that checkpoints itself sets the
-   generator there.
+1. Task (i, j) draws from a state derived from (step seed, i, j), a recomputation from that of its forward. The step
+   seed is one draw from the caller's CPU generator, which is advanced by that if anything drew, and else not at all.
+2. Tasks that draw from one generator take turns on it.
+3. A partition's first forward and first backward always take their turn, and show whether the partition draws there. If
+   not, its other micro-batches wait for nobody. Should the generator not be after a forward where it was before, or a
+   task leave it at another place than the same task of the first micro-batch, then something may have drawn out of
+   turn: that is said in a warning, and in the next step every task takes its turn and shows whether it draws; in every
+   later one too, if it was a layer and not, say, a thread that loads data.
+4. Where any partition drew in forward, all backwards on that generator take turns too: a layer that checkpoints itself
+   sets the generator there.
 
-Numbers that torch does not draw (Python's random, numpy) are not planned, and a thread of the user's that draws from
-torch's generators during a step takes part in no turn.
+Numbers that torch does not draw (Python's random, numpy) are not planned, and a thread of the user's that draws during
+a step takes part in no turn.
 """
 
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
-from torch import Generator
+
+from torchrelay.runtime.generators import Source, Turn
 
 __all__ = ["RandomnessWatch", "StepRandomness"]
 
 T = TypeVar("T")
 
-# torch has one generator a device and process, so there is one lock for each, whoever draws.
-_LOCKS: dict[torch.device, threading.Lock] = {}
 _CPU = torch.device("cpu")
 _MASK = (1 << 64) - 1
+_BACKWARD = 1 << 62  # told apart from any micro-batch
 
 
-class _Source:
-    """A generator that partitions may draw from."""
+_Turns = Mapping[torch.device, Turn]
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.generator = _default_generator(device)
-        self.lock = _LOCKS.setdefault(device, threading.Lock())
 
-    @contextmanager
-    def turn(self, seed: int | None) -> Iterator[Callable[[], bool]]:
-        """Hold the generator, seeded if a seed is given; gives a question: has it been drawn from?"""
-        with self.lock:
-            outside = self.generator.get_state()
-            if seed is not None:
-                self.generator.manual_seed(seed)
-            start = self.generator.get_state()
-            try:
-                yield lambda: not torch.equal(self.generator.get_state(), start)
-            finally:
-                self.generator.set_state(outside)
+class _Steps:
+    """The forwards that are under way in this process: those of several threads must not draw the same."""
+
+    count = 0
+
+
+def _enter() -> int:
+    """A number for a step: 0 if it is alone. Called in a turn on the CPU's generator."""
+    _Steps.count += 1
+    return _mix(_Steps.count) if _Steps.count > 1 else 0
+
+
+def _leave() -> None:
+    _Steps.count -= 1
 
 
 class RandomnessWatch:
@@ -69,101 +65,154 @@ class RandomnessWatch:
 
 
 class StepRandomness:
-    """What one step draws. `devices` has one device for each partition."""
+    """What one step draws.
 
-    def __init__(self, devices: Sequence[torch.device], watch: RandomnessWatch) -> None:
+    Args:
+        devices: one for each partition.
+        alike: whether micro-batch `i` has the shape of the first, and so draws as often.
+        watch: what is known of the pipeline.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], alike: Sequence[bool], watch: RandomnessWatch) -> None:
+        self._devices = devices
+        self._alike = alike
         self._watch = watch
         self._every_task = watch.every_task
-        cpu = _Source(_CPU)
-        accelerators = {device: _Source(device) for device in dict.fromkeys(devices) if device.type == "cuda"}
-        self._all = [cpu, *accelerators.values()]
-        self._sources = [[cpu, accelerators[device]] if device in accelerators else [cpu] for device in devices]
-        self._turns: list[list[_Source]] = [[] for _ in devices]
         self._late = False
-        with cpu.lock:
-            self._before = cpu.generator.get_state()
-            self._seed = _draw(cpu.generator)
-            states = [cpu.generator.get_state()]
-        self._states = [*states, *(source.generator.get_state() for source in self._all[1:])]
+        # The devices on which each partition draws.
+        self._forward: list[set[torch.device]] = [set() for _ in devices]
+        self._backward: list[set[torch.device]] = [set() for _ in devices]
+        self._places: list[dict[torch.device, tuple[int, ...]]] = [{} for _ in devices]
+        self._strangers: set[torch.device] = set()
+        self._started_backward: set[int] = set()
+        self._sources = self._make_sources()
+        with ExitStack() as stack:
+            # A turn with a seed leaves the caller's state: it is advanced at the end, and only if anything drew.
+            for source in self._sources.values():
+                stack.enter_context(source.turn())
+            self._marks = {device: source.mark() for device, source in self._sources.items()}
+            cpu = self._sources[_CPU]
+            self._seed = cpu.draw() ^ _enter()
+            cpu.generator.set_state(self._marks[_CPU][0])
+
+    def _make_sources(self) -> dict[torch.device, Source]:
+        accelerators = [device for device in self._devices if device.type == "cuda"]
+        return {device: Source(device) for device in (_CPU, *dict.fromkeys(accelerators))}
+
+    # ---- tasks
 
     def forward(self, i: int, j: int, task: Callable[[], T]) -> T:
         """Run the forward task of micro-batch `i` on partition `j`, whose first must be the partition's first."""
+        seed = self._task_seed(i, j)
         if i > 0 and not self._every_task:
-            return self._in_turn(self._turns[j], self._task_seed(i, j), task)
-        with ExitStack() as stack:
-            seed = self._task_seed(i, j)
-            questions = [(source, stack.enter_context(source.turn(seed))) for source in self._sources[j]]
-            result = task()
-            drew = [source for source, has_been_drawn_from in questions if has_been_drawn_from()]
-        if i > 0 and any(source not in self._turns[j] for source in drew):
-            self._late = True
-        self._turns[j] += [source for source in drew if source not in self._turns[j]]
+            return self._in_turn(self._forward[j], seed, task, lambda turns: self._compare(i, j, turns))
+        result, drew = self._watched(j, seed, task, lambda turns: self._compare(i, j, turns))
+        self._late = self._late or (i > 0 and not drew <= self._forward[j])
+        self._forward[j] |= drew
         return result
 
     def recompute(self, i: int, j: int, task: Callable[[], T]) -> T:
         """Run the recomputation of a forward task: it draws the same."""
-        return self._in_turn(self._turns[j], self._task_seed(i, j), task)
+        return self._in_turn(self._forward[j], self._task_seed(i, j), task)
 
-    def backward(self, j: int, task: Callable[[], T]) -> T:
-        """Run a backward task of partition `j`."""
-        drawn_from = self._drawn_from()
-        return self._in_turn([source for source in self._sources[j] if source in drawn_from], None, task)
+    def backward(self, i: int, j: int, task: Callable[[], T]) -> T:
+        """Run the backward task of micro-batch `i` on partition `j`."""
+        seed = self._task_seed(i | _BACKWARD, j)
+        if j in self._started_backward and not self._every_task:
+            return self._in_turn(self._backward[j] | (self._mine(j) & self._drawn_from(self._forward)), seed, task)
+        self._started_backward.add(j)
+        result, drew = self._watched(j, seed, task)
+        self._backward[j] |= drew
+        return result
+
+    def _watched(
+        self, j: int, seed: int, task: Callable[[], T], after: Callable[[_Turns], None] | None = None
+    ) -> tuple[T, set[torch.device]]:
+        drew = set()
+
+        def ask(turns: _Turns) -> None:
+            drew.update(device for device, turn in turns.items() if turn.has_drawn())
+            if after is not None:
+                after(turns)
+
+        return self._in_turn(self._mine(j), seed, task, ask), drew
+
+    def _in_turn(
+        self,
+        devices: set[torch.device],
+        seed: int,
+        task: Callable[[], T],
+        after: Callable[[_Turns], None] | None = None,
+    ) -> T:
+        if not devices:
+            return task()
+        with ExitStack() as stack:
+            turns = {device: stack.enter_context(self._sources[device].turn(seed)) for device in self._order(devices)}
+            result = task()
+            if after is not None:
+                after(turns)
+            return result
+
+    def _compare(self, i: int, j: int, turns: _Turns) -> None:
+        for device, turn in turns.items():
+            if self._alike[i] and self._places[j].setdefault(device, turn.place()) != turn.place():
+                self._strangers.add(device)
+
+    # ---- the caller's generators
 
     def finish_forward(self, *, failed: bool = False) -> None:
         """Leave the caller's generators as invariant 1 says."""
-        drawn_from = self._drawn_from()
-        strangers = []
-        for source, state in zip(self._all, self._states, strict=True):
-            with source.lock:
-                if source in drawn_from:
-                    continue
-                if not torch.equal(source.generator.get_state(), state):
-                    strangers.append(source.device)
-                elif source.device == _CPU and not drawn_from:
-                    source.generator.set_state(self._before)
+        _leave()
+        for device, source in self._sources.items():
+            with source.turn():
+                if not source.is_at(self._marks[device]):
+                    self._strangers.add(device)
+                if device == _CPU and self._drawn_from(self._forward):
+                    source.advance()
         if not failed:
-            self._learn(strangers)
+            self._learn()
 
-    def _learn(self, strangers: Sequence[torch.device]) -> None:
+    def start_backward(self) -> None:
+        """In the thread that called backward, before its tasks."""
+        self._sources = self._make_sources()
+        self._started_backward.clear()
+
+    def finish_backward(self) -> None:
+        """After its tasks: advance the caller's generator, if only the backward drew."""
+        if self._drawn_from(self._backward) and not self._drawn_from(self._forward):
+            with self._sources[_CPU].turn():
+                self._sources[_CPU].advance()
+
+    def _learn(self) -> None:
         watch = self._watch
         if self._every_task and not watch.layers_draw_late:
-            watch.layers_draw_late = self._late
-            watch.every_task = self._late
+            watch.layers_draw_late = watch.every_task = self._late
             watch.others_draw = not self._late
-        elif strangers and not watch.others_draw and not self._every_task:
+        elif self._strangers and not watch.others_draw and not self._every_task:
             watch.every_task = True
             warnings.warn(
-                f"random numbers were drawn on {strangers[0]} during a step, but not by the layers for the first "
-                f"micro-batch: if a layer draws for later micro-batches only, this step's result depended on timing. "
-                f"From now on its tasks take turns",
+                f"random numbers were drawn on {min(map(str, self._strangers))} during a step, but not by the layers "
+                f"for the first micro-batch: if a layer draws for later micro-batches only, this step's result depended "
+                f"on timing. From now on its tasks take turns",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
-    def _drawn_from(self) -> list[_Source]:
-        return [source for source in self._all if any(source in turns for turns in self._turns)]
+    # ---- sets
+
+    def _mine(self, j: int) -> set[torch.device]:
+        return {_CPU, self._devices[j]} & self._sources.keys()
+
+    def _order(self, devices: set[torch.device]) -> list[torch.device]:
+        """One order for all, so that nobody waits crosswise."""
+        return [device for device in self._sources if device in devices]
+
+    @staticmethod
+    def _drawn_from(partitions: Sequence[set[torch.device]]) -> set[torch.device]:
+        return set().union(*partitions)
 
     def _task_seed(self, i: int, j: int) -> int:
         return _mix(_mix(self._seed ^ i) ^ j)
-
-    @staticmethod
-    def _in_turn(sources: Sequence[_Source], seed: int | None, task: Callable[[], T]) -> T:
-        if not sources:
-            return task()
-        with ExitStack() as stack:
-            for source in sources:
-                stack.enter_context(source.turn(seed))
-            return task()
-
-
-def _default_generator(device: torch.device) -> Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index]
-    return torch.default_generator
-
-
-def _draw(generator: Generator) -> int:
-    return int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
 
 
 def _mix(x: int) -> int:

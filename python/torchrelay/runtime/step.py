@@ -122,7 +122,7 @@ class Step:
     def _run_forward(self, microbatches: Sequence[Any]) -> list[Any]:
         phase = Phase(self._programs.schedule, self._programs.forward, {"F": Task(self._forward_task, +1)})
         phase.feed(0, list(enumerate(microbatches)))
-        self._random = StepRandomness(self._pipeline.devices, self._pipeline.randomness)
+        self._random = StepRandomness(self._pipeline.devices, self._input.alike(), self._pipeline.randomness)
         try:
             self._carry_out(phase)
             for j in range(self._n):
@@ -215,7 +215,7 @@ class Step:
         def task(i: int, j: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             try:
                 found = self._random.backward(
-                    j, lambda: self._tasks[j].backward(i, gradients, sums[j], retain_graph=keep)
+                    i, j, lambda: self._tasks[j].backward(i, gradients, sums[j], retain_graph=keep)
                 )
             except BaseException as failure:
                 locate(failure, "the backward", i, j, modules[j])
@@ -228,6 +228,7 @@ class Step:
         phase = Phase(self._programs.schedule, programs, {"B": Task(task, -1), "R": Task(recompute, None)})
         phase.feed(self._n - 1, self._cut_output_gradients())
         backward = _Backward(phase, sums, hooks, lowest)
+        self._random.start_backward()
         try:
             self._carry_out(phase)
         except BaseException:
@@ -252,6 +253,7 @@ class Step:
 
     def _end_backward(self, backward: _Backward) -> None:
         backward.hooks.restore_all()
+        self._random.finish_backward()
         self._backwards.pop(_backward_id(), None)
 
 
