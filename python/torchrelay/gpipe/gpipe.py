@@ -88,12 +88,12 @@ class GPipe(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Sequential):
             raise TypeError(f"module must be an nn.Sequential, so that it can be split, but is a {_type_name(module)}")
+        _refuse_lazy(module)
         self.chunks = chunks
         _one_of("checkpoint", checkpoint, "always", "except_last", "never")
         _one_of("executor", executor, "lanes", "serial")
         balance = None if balance is None else list(balance)
         self.plan = plan_partitions(module, balance, _devices(devices, 0 if balance is None else len(balance)))
-        _refuse_lazy(module)
         if deferred_batch_norm:
             raise NotImplementedError("deferred_batch_norm=True is not there yet: statistics are per micro-batch")
         self.checkpoint: str = checkpoint

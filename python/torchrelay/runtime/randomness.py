@@ -7,11 +7,13 @@ what each task draws:
    seed is one draw from the caller's CPU generator, which is advanced by that if anything drew, and else not at all.
 2. Tasks that draw from one generator take turns on it.
 3. A partition's first forward and first backward always take their turn, and show whether the partition draws there. If
-   not, its other micro-batches wait for nobody. Should the generator not be after a forward where it was before, or a
-   task leave it at another place than the same task of the first micro-batch, then something may have drawn out of
-   turn: that is said in a warning, and in the next step every task takes its turn and shows whether it draws; in every
-   later one too, if it was a layer and not, say, a thread that loads data.
-4. Where any partition drew in forward, all backwards on that generator take turns too: a layer that checkpoints itself
+   not, its other micro-batches wait for nobody.
+4. They are watched. Should the caller's generator not be after a step where it was before, or a task leave it at
+   another place than the same task of the first micro-batch, then something may have drawn out of turn. So in the next
+   step every task takes its turn and shows whether it draws. If it was a layer, there is a warning, and this goes on
+   for as long as layers draw so. (Else it was, say, a thread that loads data, or a layer whose input says how often it
+   draws.)
+5. Where any partition drew in forward, all backwards on that generator take turns too: a layer that checkpoints itself
    sets the generator there.
 
 Numbers that torch does not draw (Python's random, numpy) are not planned, and a thread of the user's that draws during
@@ -59,9 +61,15 @@ class RandomnessWatch:
     """What has been found out about a pipeline's draws; kept from step to step."""
 
     def __init__(self) -> None:
-        self.every_task = False  # takes its turn
+        # Where each partition drew for its first micro-batch, in the step that gave cause to suspect others.
+        self.suspected: Sequence[set[torch.device]] | None = None
         self.layers_draw_late = False
-        self.others_draw = False
+        self.is_cleared = False  # it was not a layer: there is no need to ask again
+
+    @property
+    def every_task(self) -> bool:
+        """Whether every task is to take its turn."""
+        return self.suspected is not None or self.layers_draw_late
 
 
 class StepRandomness:
@@ -128,7 +136,7 @@ class StepRandomness:
     def _watched(
         self, j: int, seed: int, task: Callable[[], T], after: Callable[[_Turns], None] | None = None
     ) -> tuple[T, set[torch.device]]:
-        drew = set()
+        drew: set[torch.device] = set()
 
         def ask(turns: _Turns) -> None:
             drew.update(device for device, turn in turns.items() if turn.has_drawn())
@@ -185,18 +193,24 @@ class StepRandomness:
 
     def _learn(self) -> None:
         watch = self._watch
-        if self._every_task and not watch.layers_draw_late:
-            watch.layers_draw_late = watch.every_task = self._late
-            watch.others_draw = not self._late
-        elif self._strangers and not watch.others_draw and not self._every_task:
-            watch.every_task = True
+        if not self._every_task:
+            if self._strangers and not watch.is_cleared:
+                watch.suspected = self._forward
+            return
+        before, watch.suspected = watch.suspected, None
+        watch.layers_draw_late = self._late
+        if before is None:
+            return
+        if self._late or any(now - then for now, then in zip(self._forward, before, strict=True)):
             warnings.warn(
-                f"random numbers were drawn on {min(map(str, self._strangers))} during a step, but not by the layers "
-                f"for the first micro-batch: if a layer draws for later micro-batches only, this step's result depended "
-                f"on timing. From now on its tasks take turns",
+                "in the step before, a layer drew random numbers for some micro-batch though its partition had drawn "
+                "none for the first: that step's result depended on timing. This one's does not, nor will later ones "
+                'while it goes on; executor="serial" never does',
                 RuntimeWarning,
                 stacklevel=2,
             )
+        else:
+            watch.is_cleared = True
 
     # ---- sets
 
