@@ -7,6 +7,7 @@ from torchrelay import errors, schedules
 from torchrelay._core import __version__, clock_cycles
 
 if TYPE_CHECKING:
+    from torchrelay import skip
     from torchrelay.data_parallel import DistributedDataParallel
     from torchrelay.gpipe import GPipe, NoChunk, is_checkpointing, is_recomputing
     from torchrelay.planning.buckets import compute_bucket_assignment_by_size
@@ -22,6 +23,7 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "schedules",
+    "skip",
 ]
 
 # The names that need torch are imported when they are first used: plans are made, verified and drawn without it, and
@@ -33,6 +35,7 @@ _NEED_TORCH = {
     "is_checkpointing": "torchrelay.gpipe",
     "is_recomputing": "torchrelay.gpipe",
     "compute_bucket_assignment_by_size": "torchrelay.planning.buckets",
+    "skip": "torchrelay.skip",
 }
 
 if not TYPE_CHECKING:
@@ -40,7 +43,8 @@ if not TYPE_CHECKING:
     def __getattr__(name):
         if name not in _NEED_TORCH:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(importlib.import_module(_NEED_TORCH[name]), name)
+        module = importlib.import_module(_NEED_TORCH[name])
+        value = globals()[name] = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
         return value
 
     def __dir__():

@@ -15,6 +15,7 @@ __all__ = [
     "clock_cycles",
     "make_gpipe",
     "verify_partition",
+    "verify_skips",
 ]
 
 __version__: Final[str]
@@ -38,6 +39,11 @@ def verify_partition(
     modules: Sequence[tuple[int, int, str]],
     parameters: Sequence[tuple[int, int, str]],
 ) -> list[tuple[int, int]]: ...
+def verify_skips(
+    names: Sequence[str],
+    uses: Sequence[tuple[int, bool, int, int, str]],
+    partitions: Sequence[tuple[int, int]],
+) -> list[tuple[int, str, str, int, int]]: ...
 
 @final
 class Action:

@@ -9,6 +9,7 @@ __all__ = [
     "RankMismatchError",
     "ReductionError",
     "ScheduleError",
+    "SkipError",
     "TorchrelayError",
 ]
 
@@ -25,8 +26,8 @@ class ScheduleError(PlanError):
     """A schedule that is incomplete, out of order or would deadlock; the message holds a counterexample."""
 
 
-class PartitionError(PlanError):
-    """A module that cannot be split as asked.
+class _ManyProblemsError(PlanError):
+    """A plan that is refused for all the reasons at once.
 
     Attributes:
         problems: Every reason, one line each; the message joins them.
@@ -43,8 +44,16 @@ class PartitionError(PlanError):
         return str(self.args[0])
 
 
+class PartitionError(_ManyProblemsError):
+    """A module that cannot be split as asked; `problems` has every reason, one line each."""
+
+
 class PartitionIndexError(PartitionError, IndexError):
     """There are fewer devices than partitions, and nothing else is wrong."""
+
+
+class SkipError(_ManyProblemsError, TypeError):
+    """Skip connections that do not fit together; `problems` has every reason, one line each."""
 
 
 class ReductionError(TorchrelayError, RuntimeError):

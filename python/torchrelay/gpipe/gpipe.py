@@ -12,6 +12,7 @@ from torchrelay.planning.partitions import PipelinePlan, plan_partitions
 from torchrelay.runtime.buffers import BufferWatch
 from torchrelay.runtime.lanes import Lanes
 from torchrelay.runtime.randomness import RandomnessWatch
+from torchrelay.runtime.skips import SkipRoutes
 from torchrelay.runtime.step import Pipeline, Programs, Step
 
 __all__ = ["GPipe"]
@@ -45,7 +46,8 @@ class GPipe(nn.Module):
         batch_dim: the dimension along which tensors are cut into micro-batches and outputs are joined.
 
     Raises:
-        TypeError: `module` is no `nn.Sequential`; a number that is no integer.
+        TypeError: `module` is no `nn.Sequential`; a number that is no integer; skip connections that do not fit
+            together.
         ValueError: no balance, or one that does not fit; `chunks` below 1; an unknown `checkpoint` or `executor`; a
             module or parameter shared across devices.
         IndexError: fewer devices than partitions.
@@ -108,6 +110,7 @@ class GPipe(nn.Module):
         self._lanes = Lanes([f"torchrelay-lane-{partition.index}" for partition in self.plan.partitions])
         self._watches = [BufferWatch(partition) for partition in self.partitions]
         self._randomness = RandomnessWatch()
+        self._routes = SkipRoutes.of(self.plan.skips, len(self.plan.partitions))
         self._programs: dict[tuple[int, str], Programs] = {}
 
     @property
@@ -132,7 +135,15 @@ class GPipe(nn.Module):
         # With one partition nothing runs at the same time, and a lane would only cost.
         lanes = self._lanes if self.executor == "lanes" and len(self.partitions) > 1 else None
         step = Step(
-            Pipeline(list(self.partitions), self.devices, self._watches, self._randomness, lanes, self.batch_dim)
+            Pipeline(
+                list(self.partitions),
+                self.devices,
+                self._watches,
+                self._randomness,
+                self._routes,
+                lanes,
+                self.batch_dim,
+            )
         )
         return step.forward(input, self.chunks, self._programs_for)
 
@@ -213,7 +224,7 @@ class GPipe(nn.Module):
     def extra_repr(self) -> str:
         """Shown in the repr, above the partitions."""
         lines = [f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, executor={self.executor!r}"]
-        return "\n".join([*lines, *map(str, self.plan.partitions)])
+        return "\n".join([*lines, *str(self.plan).splitlines()])
 
 
 def _devices(devices: Iterable[Device] | None, wanted: int) -> Sequence[torch.device]:

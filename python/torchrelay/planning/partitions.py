@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrelay._core import Schedule, make_gpipe, verify_partition
+from torchrelay.planning.skips import SkipPlan, plan_skips
 
 __all__ = ["PartitionPlan", "PipelinePlan", "plan_partitions"]
 
@@ -39,9 +40,15 @@ class PartitionPlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The partitions of a module. A plain value: it can be printed, compared and pickled."""
+    """The partitions of a module. A plain value: it can be printed, compared and pickled.
+
+    Attributes:
+        partitions: first to last.
+        skips: the skip connections, in the order in which they are stashed.
+    """
 
     partitions: tuple[PartitionPlan, ...]
+    skips: tuple[SkipPlan, ...] = ()
 
     def schedule(self, microbatches: int, *, backward: bool = True, recompute: str = "never") -> Schedule:
         """What each partition does when, for so many micro-batches.
@@ -58,7 +65,7 @@ class PipelinePlan:
         return make_gpipe(len(self.partitions), microbatches, backward=backward, recompute=recompute)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.partitions)) or "no partitions"
+        return "\n".join(map(str, (*self.partitions, *self.skips))) or "no partitions"
 
 
 def plan_partitions(
@@ -71,6 +78,7 @@ def plan_partitions(
         PartitionError: (a ValueError) no balance, a wrong sum, an entry that is not positive, a module or parameter
             shared across devices; the message lists every problem.
         PartitionIndexError: (an IndexError too) fewer devices than partitions.
+        SkipError: (a TypeError too) skip connections that do not fit together; the message lists every problem.
     """
     layers = list(module._modules.items())
     ranges = verify_partition(
@@ -94,7 +102,8 @@ def plan_partitions(
         tuple(
             _partition(index, str(devices[index]), dict(layers[start:stop]))
             for index, (start, stop) in enumerate(ranges)
-        )
+        ),
+        plan_skips(layers, ranges),
     )
 
 

@@ -23,10 +23,27 @@ class Input:
     def __init__(self, leaves: Sequence[Any], device: torch.device) -> None:
         self._before = leaves
         self._device = device
-        self.cut = [_cut_off(leaf, device) for leaf in leaves]
+        # What is handed on twice, as a value and as a skip, is one tensor here as it was there, and copied once.
+        cut = {id(leaf): _cut_off(leaf, device) for leaf in leaves}
+        self.cut = [cut[id(leaf)] for leaf in leaves]
         self._versions = [version(leaf) for leaf in self.cut]
         # In-place layers may write on what they are given, but not on a leaf of the graph: hence another name for it.
-        self.given = [_alias(leaf) if wants_grad(leaf) else leaf for leaf in self.cut]
+        given = {id(leaf): _alias(leaf) if wants_grad(leaf) else leaf for leaf in cut.values()}
+        self.given = [given[id(leaf)] for leaf in self.cut]
+
+    def ends(self) -> list[Tensor | None]:
+        """For each leaf where its gradient arrives; None if it needs none, or for the second of two that are one."""
+        seen: set[int] = set()
+        return [
+            leaf if wants_grad(leaf) and not (id(leaf) in seen or seen.add(id(leaf))) else None  # type: ignore[func-returns-value]
+            for leaf in self.cut
+        ]
+
+    def let_go(self) -> None:
+        """After the layers: the graph ends in `cut`, but needs no more of its content than the layers saved."""
+        for cut, given in zip(self.cut, self.given, strict=True):
+            if given is not cut and type(cut) is Tensor and cut.layout is torch.strided:
+                cut.data = cut.new_empty(0)
 
     def tell_writes(self) -> None:
         """After the layers: whoever saved the memory that was given, for a backward, must learn if it was written on.
@@ -76,7 +93,7 @@ def _alias(leaf: Tensor) -> Tensor:
     return other
 
 
-def unknown_leaves(outputs: Sequence[Tensor | None], known: Sequence[Tensor | None]) -> list[Tensor]:
+def unknown_leaves(outputs: Sequence[Any], known: Sequence[Tensor | None]) -> list[Tensor]:
     """What the graph of `outputs` accumulates gradients into, other than `known`: say a parameter in a plain list.
 
     Raises:
@@ -85,7 +102,7 @@ def unknown_leaves(outputs: Sequence[Tensor | None], known: Sequence[Tensor | No
     """
     ids = {id(leaf) for leaf in known}
     found: dict[int, Tensor] = {}
-    nodes = [output.grad_fn for output in outputs if output is not None and output.grad_fn is not None]
+    nodes = [output.grad_fn for output in outputs if wants_grad(output) and output.grad_fn is not None]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()

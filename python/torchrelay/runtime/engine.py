@@ -6,21 +6,41 @@ that entry.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["gradients", "keeps_graph", "will_run"]
+__all__ = ["Root", "gradients", "keeps_graph", "root", "will_run"]
 
 try:
     from torch.autograd.graph import _engine_run_backward as _run
 except ImportError:  # pragma: no cover - a torch to come
     _run = None  # type: ignore[assignment]
 
+# Before that, the engine starts from tensors alone.
+_STARTS_FROM_EDGES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
+
+
+class Root(NamedTuple):
+    """Where a backward starts: a place in the graph, without the tensor's content."""
+
+    edge: "GradientEdge | Tensor"
+    device: torch.device
+
+
+def root(output: Tensor) -> Root:
+    """The place of `output`, which requires a gradient."""
+    return Root(get_gradient_edge(output) if _STARTS_FROM_EDGES else output, output.device)
+
 
 def gradients(
-    outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, retain_graph: bool
+    outputs: Sequence[GradientEdge | Tensor],
+    grad_outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    *,
+    retain_graph: bool,
 ) -> Sequence[Tensor | None]:
     """The gradients of `inputs`, None for one that `outputs` do not depend on. They may share memory or be expanded."""
     if _run is None:  # pragma: no cover

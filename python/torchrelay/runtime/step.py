@@ -21,6 +21,7 @@ from torchrelay.runtime.output import Output
 from torchrelay.runtime.parameters import trainable
 from torchrelay.runtime.randomness import RandomnessWatch, StepRandomness
 from torchrelay.runtime.recompute import Determinism
+from torchrelay.runtime.skips import SkipGradients, SkipRoutes, StepSkips
 from torchrelay.runtime.tasks import PartitionTasks
 
 __all__ = ["Pipeline", "Programs", "Step"]
@@ -64,6 +65,7 @@ class Pipeline(NamedTuple):
     devices: Sequence[torch.device]
     buffers: Sequence[BufferWatch]
     randomness: RandomnessWatch
+    skips: SkipRoutes
     lanes: Lanes | None
     batch_dim: int
 
@@ -84,9 +86,16 @@ class Step:
         self._pipeline = pipeline
         self._n = len(pipeline.modules)
         self._grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        self._skips = StepSkips(pipeline.skips)
         self._tasks = [
             PartitionTasks(
-                module, device, trainable(module) if self._grad else [], watch, grad=self._grad, first=j == 0
+                module,
+                device,
+                trainable(module) if self._grad else [],
+                watch,
+                self._skips.of(j),
+                grad=self._grad,
+                first=j == 0,
             )
             for j, (module, device, watch) in enumerate(
                 zip(pipeline.modules, pipeline.devices, pipeline.buffers, strict=True)
@@ -130,6 +139,7 @@ class Step:
         except BaseException:
             self._random.finish_forward(failed=True)
             self._tasks.clear()
+            self._skips.clear()
             raise
         self._random.finish_forward()
         return [output for _, output in phase.results(self._n)]
@@ -212,10 +222,12 @@ class Step:
                 locate(failure, "the recomputation", i, j, modules[j])
                 raise
 
+        skips: SkipGradients = {}
+
         def task(i: int, j: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             try:
                 found = self._random.backward(
-                    i, j, lambda: self._tasks[j].backward(i, gradients, sums[j], retain_graph=keep)
+                    i, j, lambda: self._tasks[j].backward(i, gradients, sums[j], skips, retain_graph=keep)
                 )
             except BaseException as failure:
                 locate(failure, "the backward", i, j, modules[j])

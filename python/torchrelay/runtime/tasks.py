@@ -1,7 +1,8 @@
 """One partition's work on one micro-batch: its forward, its recomputation, its backward through what they left.
 
 Each partition has a graph of its own. Its input is cut off from the partition before, so that its backward walks no
-further than itself, and its output's gradient is handed to it.
+further than itself, and its output's gradient is handed to it. Skips from and to other partitions are leaves of the
+task's input and output, behind those of the value.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,10 @@ from torch.autograd.graph import increment_version
 
 from torchrelay.runtime.boundary import Input, moved, unknown_leaves, version, wants_grad
 from torchrelay.runtime.buffers import BufferWatch
-from torchrelay.runtime.engine import gradients
+from torchrelay.runtime.engine import Root, gradients, root
 from torchrelay.runtime.gradients import GradientSum
 from torchrelay.runtime.recompute import checkpointing, recomputing
+from torchrelay.runtime.skips import PartitionSkips, SkipGradients
 from torchrelay.runtime.values import Spec, flatten, unflatten
 
 __all__ = ["PartitionTasks"]
@@ -25,7 +27,7 @@ class _Graph(NamedTuple):
     """What a forward leaves for its backward; both lists have an entry a leaf, None where nothing is needed."""
 
     inputs: Sequence[Tensor | None]
-    outputs: Sequence[Tensor | None]
+    outputs: Sequence[Root | None]
 
 
 class _Kept(NamedTuple):
@@ -48,11 +50,13 @@ class PartitionTasks:
         device: torch.device,
         parameters: list[Tensor],
         watch: BufferWatch,
+        skips: PartitionSkips | None,
         *,
         grad: bool,
         first: bool,
     ) -> None:
         self.parameters = parameters
+        self._skips = skips
         self._module = module
         self._device = device
         self._grad = grad
@@ -67,14 +71,14 @@ class PartitionTasks:
 
     def forward(self, i: int, value: Any) -> Any:
         """The partition's output for micro-batch `i`."""
-        leaves, spec = flatten(value)
+        leaves, spec = self._arrived(i, value)
         if not self._grad:
-            return self._module(unflatten([moved(leaf, self._device) for leaf in leaves], spec))
-        output, graph = self._with_graph(i, leaves, spec)
-        if i == 0:
-            self._note_unknown_leaves(graph)
-        self._graphs[i] = graph
-        return output
+            outputs, output_spec = self._run([moved(leaf, self._device) for leaf in leaves], spec)
+        else:
+            outputs, output_spec, self._graphs[i] = self._with_graph(i, leaves, spec)
+            if i == 0:
+                self._note_unknown_leaves(self._graphs[i].inputs, outputs)
+        return self._handed_on(i, outputs, output_spec)
 
     def tell_write(self, k: int) -> None:
         """Leaf `k` of the input was written on since the forward: a backward that needs it is to notice."""
@@ -82,15 +86,35 @@ class PartitionTasks:
             increment_version(given[k])
 
     def backward(
+        self,
+        i: int,
+        grad_outputs: Sequence[Tensor | None],
+        total: GradientSum,
+        skips: SkipGradients,
+        *,
+        retain_graph: bool,
+    ) -> Sequence[Tensor | None]:
+        """Add the parameters' gradients of micro-batch `i` to `total`; the gradients of its input, one a leaf.
+
+        The gradients of stashed skips are taken from `skips`, and those of popped ones put there.
+        """
+        if self._skips is None:
+            return self._differentiated(i, grad_outputs, total, retain_graph=retain_graph)
+        grad_outputs = [*grad_outputs, *self._skips.take_gradients(i, skips)]
+        found = self._differentiated(i, grad_outputs, total, retain_graph=retain_graph)
+        own = len(found) - self._skips.popped
+        self._skips.put_gradients(i, found[own:], skips)
+        return found[:own]
+
+    def _differentiated(
         self, i: int, grad_outputs: Sequence[Tensor | None], total: GradientSum, *, retain_graph: bool
     ) -> Sequence[Tensor | None]:
-        """Add the parameters' gradients of micro-batch `i` to `total`; the gradients of its input, one a leaf."""
         retain_graph = retain_graph and i not in self._kept  # else the next backward recomputes it
         if not retain_graph:
             self._given.pop(i, None)
         graph = self._graphs[i] if retain_graph else self._graphs.pop(i)
         roots = [
-            (output, grad.to(output.device, non_blocking=True))
+            (output.edge, grad.to(output.device, non_blocking=True))
             for output, grad in zip(graph.outputs, grad_outputs, strict=True)
             if output is not None and grad is not None
         ]
@@ -103,36 +127,59 @@ class PartitionTasks:
         arrived = iter(found)
         return [None if leaf is None else next(arrived) for leaf in graph.inputs]
 
-    def _with_graph(self, i: int, leaves: Sequence[Any], spec: Spec) -> tuple[Any, _Graph]:
+    def _arrived(self, i: int, value: Any) -> tuple[Sequence[Any], Spec]:
+        """The leaves of the input, the popped skips last, and the structure of those before."""
+        leaves, spec = flatten(value)
+        return (leaves if self._skips is None else [*leaves, *self._skips.arrived(i)]), spec
+
+    def _run(self, leaves: Sequence[Any], spec: Spec) -> tuple[Sequence[Any], Spec]:
+        """Call the layers; the leaves of their output, the stashed skips last, and the structure of those before."""
+        if self._skips is None:
+            return flatten(self._module(unflatten(leaves, spec)))
+        own = len(leaves) - self._skips.popped
+        with self._skips.task(leaves[own:]) as stashed:
+            output, output_spec = flatten(self._module(unflatten(leaves[:own], spec)))
+        return [*output, *stashed], output_spec
+
+    def _handed_on(self, i: int, outputs: Sequence[Any], spec: Spec) -> Any:
+        """The value for the next partition, after the skips are stored for theirs."""
+        if self._skips is not None:
+            own = len(outputs) - self._skips.stashed
+            self._skips.hand_on(i, outputs[own:])
+            outputs = outputs[:own]
+        return unflatten(outputs, spec)
+
+    def _with_graph(self, i: int, leaves: Sequence[Any], spec: Spec) -> tuple[Sequence[Any], Spec, _Graph]:
         given = Input(leaves, self._device)
         self._note_given(i, given)
-        output = self._module(unflatten(given.given, spec))
+        outputs, output_spec = self._run(given.given, spec)
         given.tell_writes()
-        return output, _Graph([_if_grad(leaf) for leaf in given.cut], [_if_grad(leaf) for leaf in flatten(output)[0]])
+        graph = _Graph(given.ends(), [root(leaf) if wants_grad(leaf) else None for leaf in outputs])
+        given.let_go()
+        return outputs, output_spec, graph
 
     def _note_given(self, i: int, given: Input) -> None:
         if self._first:
             self._given[i] = given.given
 
-    def _note_unknown_leaves(self, graph: _Graph) -> None:
-        self.parameters += unknown_leaves(graph.outputs, [*graph.inputs, *self.parameters])
+    def _note_unknown_leaves(self, inputs: Sequence[Tensor | None], outputs: Sequence[Any]) -> None:
+        self.parameters += unknown_leaves(outputs, [*inputs, *self.parameters])
 
     # ---- with a recomputation in between
 
     def checkpoint(self, i: int, value: Any) -> Any:
         """The partition's output for micro-batch `i`, of which only the input is kept."""
-        leaves, spec = flatten(value)
+        leaves, spec = self._arrived(i, value)
         spare = [_clone(leaf) for leaf in leaves] if i == 0 or self._writes_on_input else None
         self._buffers.before_forward(i)
         given = Input(leaves, self._device)
         self._note_given(i, given)
         with checkpointing():
-            output = self._module(unflatten(given.given, spec))
+            outputs, output_spec = self._run(given.given, spec)
         given.tell_writes()
         self._buffers.after_forward(i)
-        outputs, output_spec = flatten(output)
         if i == 0:
-            self._note_unknown_leaves(_Graph([_if_grad(leaf) for leaf in given.cut], [_if_grad(o) for o in outputs]))
+            self._note_unknown_leaves(given.ends(), outputs)
             self._writes_on_input = given.is_written()
         elif given.is_written() and spare is None:
             raise RuntimeError(
@@ -147,7 +194,8 @@ class PartitionTasks:
             watched = [leaf for leaf in given.given if isinstance(leaf, Tensor)]
             self._kept[i] = _Kept(given.cut, spec, watched, [version(leaf) for leaf in watched], required)
         # Without the graph: it holds nothing, but a backward must not find it.
-        return unflatten([_detached(leaf) for leaf in outputs], output_spec)
+        detached = {id(leaf): _detached(leaf) for leaf in outputs}
+        return self._handed_on(i, [detached[id(leaf)] for leaf in outputs], output_spec)
 
     def recompute(self, i: int, *, keep: bool) -> None:
         """The forward of micro-batch `i` again, with a graph; `keep` what another recomputation needs."""
@@ -159,17 +207,13 @@ class PartitionTasks:
             )
         leaves = [_clone(leaf) for leaf in kept.leaves] if keep and self._writes_on_input else kept.leaves
         with recomputing(), self._buffers.as_in_forward(i, keep=keep):
-            _, graph = self._with_graph(i, leaves, kept.spec)
+            _, _, graph = self._with_graph(i, leaves, kept.spec)
         if [leaf is not None for leaf in graph.outputs] != kept.required:
             raise RuntimeError(
                 "a recomputation gave another number of outputs that require gradients than its forward: the layers "
                 "must do the same both times (torchrelay.is_recomputing() tells them which it is)"
             )
         self._graphs[i] = graph
-
-
-def _if_grad(leaf: Any) -> Tensor | None:
-    return leaf if wants_grad(leaf) else None
 
 
 def _clone(leaf: Any) -> Any:

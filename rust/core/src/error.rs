@@ -2,6 +2,7 @@
 
 use crate::partition::Problem;
 use crate::schedule::{Action, At, Blocked, Kind};
+use crate::skip::SkipProblem;
 
 /// What a plan can be refused for.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -220,10 +221,28 @@ pub enum Error {
         cycle: Vec<Blocked>,
     },
     /// A split that a module cannot have; all the reasons.
-    #[error("{}", list(problems))]
+    #[error("{}", list("the module cannot be split like this", problems))]
     Partition {
         /// At least one.
         problems: Vec<Problem>,
+    },
+    /// Skip connections that do not fit together; all the reasons.
+    #[error("{}", list("the skip connections do not fit together", problems))]
+    Skips {
+        /// At least one.
+        problems: Vec<SkipProblem>,
+    },
+    /// An index into another list that is too large.
+    #[error("the entry at position {position} is of {what} {index}, but there are only {count}")]
+    NoSuchPlace {
+        /// What is counted.
+        what: &'static str,
+        /// Where in the list.
+        position: usize,
+        /// What was given.
+        index: usize,
+        /// How many there are.
+        count: usize,
     },
 }
 
@@ -243,12 +262,12 @@ fn chain(cycle: &[Blocked]) -> String {
     cycle.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }
 
-fn list(problems: &[Problem]) -> String {
+fn list<P: ToString>(what: &str, problems: &[P]) -> String {
     match problems {
         [one] => one.to_string(),
         many => {
-            let lines: Vec<_> = many.iter().map(|problem| format!("- {problem}")).collect();
-            format!("the module cannot be split like this, for {} reasons:\n{}", many.len(), lines.join("\n"))
+            let lines: Vec<_> = many.iter().map(|problem| format!("- {}", problem.to_string())).collect();
+            format!("{what}, for {} reasons:\n{}", many.len(), lines.join("\n"))
         }
     }
 }

@@ -16,6 +16,7 @@ mod error;
 mod limits;
 mod partition;
 mod schedule;
+mod skip;
 
 pub use bucket::{Buckets, Phase, Readiness, assign_buckets};
 pub use clock::clock_cycles;
@@ -25,3 +26,4 @@ pub use partition::{Member, MemberKind, Occurrence, Problem, verify_partition};
 pub use schedule::{
     Action, At, Blocked, Costs, Gpipe, Kind, MAX_STAGES, Recompute, Schedule, Simulation, Span, make_gpipe,
 };
+pub use skip::{Skip, SkipProblem, SkipRole, SkipUse, verify_skips};

@@ -7,6 +7,7 @@ pyo3::import_exception!(torchrelay.errors, PartitionError);
 pyo3::import_exception!(torchrelay.errors, PartitionIndexError);
 pyo3::import_exception!(torchrelay.errors, PlanError);
 pyo3::import_exception!(torchrelay.errors, ScheduleError);
+pyo3::import_exception!(torchrelay.errors, SkipError);
 
 /// The Python exception for an error of the core.
 #[allow(clippy::needless_pass_by_value)] // so that it fits `map_err`
@@ -20,6 +21,7 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::NegativeSize { .. }
         | Error::LengthsDiffer { .. }
         | Error::IndexOutOfRange { .. }
+        | Error::NoSuchPlace { .. }
         | Error::DuplicateIndex { .. }
         | Error::NotAPartition { .. }
         | Error::SumOverflow { .. }
@@ -41,15 +43,20 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::Missing { .. }
         | Error::Deadlock { .. } => ScheduleError::new_err(message),
         Error::Partition { problems } => partition(message, &problems),
+        Error::Skips { problems } => SkipError::new_err((message, lines(&problems))),
     }
 }
 
 /// The class takes the problems as its second argument, so that they are an attribute and survive pickling.
 fn partition(message: String, problems: &[Problem]) -> PyErr {
-    let lines: Vec<_> = problems.iter().map(ToString::to_string).collect();
+    let lines = lines(problems);
     if let [Problem::TooFewDevices { .. }] = problems {
         PartitionIndexError::new_err((message, lines))
     } else {
         PartitionError::new_err((message, lines))
     }
+}
+
+fn lines<P: ToString>(problems: &[P]) -> Vec<String> {
+    problems.iter().map(ToString::to_string).collect()
 }

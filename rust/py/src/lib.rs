@@ -7,6 +7,7 @@ mod errors;
 mod partition;
 mod readiness;
 mod schedule;
+mod skip;
 
 /// Plans for data- and pipeline-parallel training.
 #[pyo3::pymodule]
@@ -24,6 +25,8 @@ mod _core {
     use crate::readiness::{Readiness, ReadinessHook};
     #[pymodule_export]
     use crate::schedule::{Action, Costs, Schedule, Simulation, make_gpipe};
+    #[pymodule_export]
+    use crate::skip::verify_skips;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
