@@ -118,7 +118,9 @@ def test_a_demo_that_learned_too_little_fails() -> None:
     assert "FAILED: The parallel model reads" in done.stdout
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+@pytest.mark.usefixtures("ctrl_c_is_heard")
 @pytest.mark.parametrize("until", ["torchrelay demo", "epoch  2"])
 @pytest.mark.parametrize(("number", "to_all", "status"), [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)])
 def test_a_demo_that_is_interrupted_leaves_no_process_behind(
@@ -136,7 +138,7 @@ def test_a_demo_that_is_interrupted_leaves_no_process_behind(
         assert demo.stdout is not None
         assert any(until in line for line in demo.stdout)
         (os.killpg if to_all else os.kill)(demo.pid, number)
-        _, errors = demo.communicate(timeout=60)
+        _, errors = demo.communicate(timeout=120)
         assert demo.returncode == status
         assert "Traceback" not in errors
         assert processes_of_session(demo.pid) == []
@@ -144,6 +146,7 @@ def test_a_demo_that_is_interrupted_leaves_no_process_behind(
         demo.kill()
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 def test_a_rank_that_dies_is_reported_and_the_others_end() -> None:
     demo = subprocess.Popen(
@@ -162,7 +165,7 @@ def test_a_rank_that_dies_is_reported_and_the_others_end() -> None:
         ]
         assert len(ranks) == 2
         os.kill(max(ranks), signal.SIGKILL)
-        _, errors = demo.communicate(timeout=60)
+        _, errors = demo.communicate(timeout=120)
         assert demo.returncode == 1
         assert errors.startswith("torchrelay: rank 1 was ended by SIGKILL")
         assert processes_of_session(demo.pid) == []

@@ -20,10 +20,11 @@ def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(LAUNCHERS)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_it_trains(name: str) -> None:
     command = [sys.executable, *LAUNCHERS[name], str(EXAMPLES / name)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     shares = [float(share) for share in re.findall(r"epoch \d: ([\d.]+)%", done.stdout)]
     assert len(shares) == 8

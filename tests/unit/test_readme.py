@@ -71,6 +71,7 @@ def trimmed(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.place)
 def test_it_runs_and_prints_what_is_shown(example: Example, tmp_path: Path) -> None:
     command = list(example.command)
@@ -78,7 +79,7 @@ def test_it_runs_and_prints_what_is_shown(example: Example, tmp_path: Path) -> N
         script = tmp_path / "example.py"
         script.write_text(example.code)
         command.append(str(script))
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     if example.shown is not None:
         assert trimmed(done.stdout) == trimmed(example.shown)

@@ -76,23 +76,26 @@ def run(*, epochs: int, seed: int, microbatches: int) -> int:
         raise UserError(
             f"--microbatches must divide the {rows} images that a rank has of each mini-batch, and is {microbatches}"
         )
+    with _terminable():
+        return _run(Job(epochs, seed, microbatches))
+
+
+def _run(job: Job) -> int:
     from torchrelay.cli.demo import digits
 
     digits.load()  # before any rank starts: what is missing is then said once, in one sentence
     console = Console()
-    job = Job(epochs, seed, microbatches)
     report = Report(console, job)
     console.print(
         f"torchrelay demo: 1,797 handwritten digits, {RANKS} processes x {len(BALANCE)} partitions, CPU",
         highlight=False,
     )
-    with _terminable():
-        try:
-            parallel = _train_parallel(job, report)
-        except RankFailure as failure:
-            print(f"torchrelay: {failure}\nThe other ranks were ended.", file=sys.stderr)
-            return 1
-        plain = _train_plain(job, report)
+    try:
+        parallel = _train_parallel(job, report)
+    except RankFailure as failure:
+        print(f"torchrelay: {failure}\nThe other ranks were ended.", file=sys.stderr)
+        return 1
+    plain = _train_plain(job, report)
     report.comparison(parallel, plain)
     found = faults(parallel, plain)
     report.verdict(found)
