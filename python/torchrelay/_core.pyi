@@ -1,4 +1,4 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, final
 
 from typing_extensions import Self
@@ -12,6 +12,7 @@ __all__ = [
     "Simulation",
     "__version__",
     "assign_buckets",
+    "balance",
     "clock_cycles",
     "make_gpipe",
     "verify_partition",
@@ -28,6 +29,7 @@ def assign_buckets(
     sparse: Sequence[bool] | None = None,
     indices: Sequence[int] | None = None,
 ) -> tuple[list[list[int]], list[int]]: ...
+def balance(costs: Iterable[float], parts: int) -> list[int]: ...
 def clock_cycles(m: int, n: int) -> list[list[tuple[int, int]]]: ...
 def make_gpipe(
     ranks: int, microbatches: int, *, backward: bool = True, ascending: bool = False, recompute: str = "never"

@@ -106,6 +106,24 @@ pub enum Error {
         /// What was given.
         value: f64,
     },
+    /// More parts than there are layers to put into them.
+    #[error("{layers} layers cannot be divided into {parts} parts, since each needs at least 1 layer: {}", at_most(*layers))]
+    TooManyParts {
+        /// How many parts were asked for.
+        parts: usize,
+        /// How many layers there are.
+        layers: usize,
+    },
+    /// A cost that no layer can have.
+    #[error(
+        "the cost of the layer at position {position} is {value}; a cost must be finite and not negative"
+    )]
+    BadLayerCost {
+        /// Where in the list of costs.
+        position: usize,
+        /// What was given.
+        value: f64,
+    },
     /// A text that is not an action.
     #[error("{text:?} is not an action: at column {column}, {reason}")]
     ActionText {
@@ -256,6 +274,10 @@ fn first_unmatched(length: usize, expected: usize) -> String {
     } else {
         format!("the entry at position {position} has no tensor")
     }
+}
+
+fn at_most(layers: usize) -> String {
+    if layers == 0 { "give costs of layers".to_owned() } else { format!("at most {layers} parts would fit") }
 }
 
 fn chain(cycle: &[Blocked]) -> String {

@@ -10,6 +10,7 @@
 //! 3. Sizes are 64-bit and checked; no sum or product wraps.
 //! 4. What a plan takes in time and memory is linear in what it describes, and that is bounded by [`MAX_CELLS`].
 
+mod balance;
 mod bucket;
 mod clock;
 mod error;
@@ -18,6 +19,7 @@ mod partition;
 mod schedule;
 mod skip;
 
+pub use balance::{Cost, balance};
 pub use bucket::{Buckets, Phase, Readiness, assign_buckets};
 pub use clock::clock_cycles;
 pub use error::{Error, Result};

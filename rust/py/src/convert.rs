@@ -6,6 +6,7 @@
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::PyBool;
+use torchrelay_core::Cost;
 
 use crate::errors::PlanError;
 
@@ -35,6 +36,31 @@ pub fn integers(what: &str, objects: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
         numbers.push(integer(&object?, || format!("{what} at position {position}"))?);
     }
     Ok(numbers)
+}
+
+/// The numbers of a sequence, as they are: integers of 64 bits and floats; others are rounded to a float.
+pub fn numbers(what: &str, objects: &Bound<'_, PyAny>) -> PyResult<Vec<Cost>> {
+    let mut numbers = Vec::with_capacity(objects.len().unwrap_or_default());
+    for (position, object) in objects.try_iter()?.enumerate() {
+        numbers.push(number(&object?, || format!("{what} at position {position}"))?);
+    }
+    Ok(numbers)
+}
+
+fn number(object: &Bound<'_, PyAny>, place: impl Fn() -> String) -> PyResult<Cost> {
+    if object.is_instance_of::<PyBool>() {
+        return Err(PyTypeError::new_err(format!("{} must be a number, not a bool", place())));
+    }
+    if let Ok(whole) = object.extract::<u64>() {
+        return Ok(Cost::Whole(whole));
+    }
+    object.extract().map(Cost::Real).map_err(|error: PyErr| {
+        if error.is_instance_of::<PyOverflowError>(object.py()) {
+            PlanError::new_err(format!("{} is too large for a float", place()))
+        } else {
+            PyTypeError::new_err(format!("{} must be a number, not {}", place(), type_name(object)))
+        }
+    })
 }
 
 /// A number that counts something; a negative one is an error.

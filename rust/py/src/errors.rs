@@ -26,6 +26,8 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::NotAPartition { .. }
         | Error::SumOverflow { .. }
         | Error::BadCost { .. }
+        | Error::TooManyParts { .. }
+        | Error::BadLayerCost { .. }
         | Error::UnknownOption { .. }
         | Error::ActionText { .. }
         | Error::MicrobatchMissing(_)

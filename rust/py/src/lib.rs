@@ -1,5 +1,6 @@
 //! The Python module `torchrelay._core`: converts, detaches from the interpreter, calls the core, converts back.
 
+mod balance;
 mod buckets;
 mod convert;
 mod errors;
@@ -17,6 +18,8 @@ mod _core {
     use crate::convert::count;
     use crate::errors::to_py;
 
+    #[pymodule_export]
+    use crate::balance::balance;
     #[pymodule_export]
     use crate::buckets::assign_buckets;
     #[pymodule_export]
