@@ -8,6 +8,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import torch
 from torch import nn
 
+from torchrelay.gpipe.deferred_batch_norm import defer_batch_norm, restore_batch_norm
 from torchrelay.planning.partitions import PipelinePlan, plan_partitions
 from torchrelay.runtime.buffers import BufferWatch
 from torchrelay.runtime.lanes import Lanes
@@ -40,7 +41,10 @@ class GPipe(nn.Module):
         chunks: the largest number of micro-batches; a mini-batch is cut as `torch.chunk` cuts it.
         checkpoint: which micro-batches keep only their input in forward and are recomputed before their backward:
             "always", "except_last" (all but the last, whose backward comes first) or "never". In eval mode none is.
-        deferred_batch_norm: not there yet.
+        deferred_batch_norm: update the running statistics of each batch norm once a mini-batch, to what they would be
+            if it were not cut (each micro-batch is still normalised with its own). The given module's batch norms are
+            not changed: the partitions hold twins of them, with the same parameters and buffers, and of the modules
+            around them.
         executor: "lanes": a thread for each partition. "serial": the same plan in the caller's thread, with bitwise
             the same results; a help for debugging.
         batch_dim: the dimension along which tensors are cut into micro-batches and outputs are joined.
@@ -51,7 +55,6 @@ class GPipe(nn.Module):
         ValueError: no balance, or one that does not fit; `chunks` below 1; an unknown `checkpoint` or `executor`; a
             module or parameter shared across devices.
         IndexError: fewer devices than partitions.
-        NotImplementedError: an option that is not there yet.
 
     Shape:
         - Input: a tensor (rows, ...), on the first partition's device; or a tuple or structure of such tensors, all
@@ -96,16 +99,19 @@ class GPipe(nn.Module):
         _one_of("executor", executor, "lanes", "serial")
         balance = None if balance is None else list(balance)
         self.plan = plan_partitions(module, balance, _devices(devices, 0 if balance is None else len(balance)))
-        if deferred_batch_norm:
-            raise NotImplementedError("deferred_batch_norm=True is not there yet: statistics are per micro-batch")
         self.checkpoint: str = checkpoint
         self.executor = executor
         self.batch_dim = _count("batch_dim", batch_dim, 0)
         self.balance = [len(partition.layers) for partition in self.plan.partitions]
         self.devices = [torch.device(partition.device) for partition in self.plan.partitions]
+        partitions = [
+            nn.Sequential(OrderedDict((name, module._modules[name]) for name in partition.layers))
+            for partition in self.plan.partitions
+        ]
+        if deferred_batch_norm:
+            partitions = [defer_batch_norm(partition) for partition in partitions]
         self.partitions = nn.ModuleList(
-            nn.Sequential(OrderedDict((name, module._modules[name]) for name in partition.layers)).to(device)
-            for partition, device in zip(self.plan.partitions, self.devices, strict=True)
+            partition.to(device) for partition, device in zip(partitions, self.devices, strict=True)
         )
         self._lanes = Lanes([f"torchrelay-lane-{partition.index}" for partition in self.plan.partitions])
         self._watches = [BufferWatch(partition) for partition in self.partitions]
@@ -181,9 +187,8 @@ class GPipe(nn.Module):
         Its `state_dict()` has the keys that the module had before it was split, whatever the balance;
         :meth:`load_state_dict` takes those as well as its own.
         """
-        return nn.Sequential(
-            OrderedDict(item for partition in self.partitions for item in partition._modules.items())  # type: ignore[misc]
-        )
+        layers: Any = (item for partition in self.partitions for item in partition._modules.items())
+        return restore_batch_norm(nn.Sequential(OrderedDict(layers)))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         own = f"{prefix}partitions."

@@ -13,6 +13,7 @@ from torchrelay.runtime.context import CallerContext, needs_callers_thread
 from torchrelay.runtime.engine import keeps_graph, will_run
 from torchrelay.runtime.executor import Phase, Task
 from torchrelay.runtime.failure import locate
+from torchrelay.runtime.gathering import Gathering
 from torchrelay.runtime.gradients import GradientSum
 from torchrelay.runtime.hooks import HooksAside
 from torchrelay.runtime.lanes import Lanes
@@ -20,7 +21,7 @@ from torchrelay.runtime.minibatch import MiniBatch
 from torchrelay.runtime.output import Output
 from torchrelay.runtime.parameters import trainable
 from torchrelay.runtime.randomness import RandomnessWatch, StepRandomness
-from torchrelay.runtime.recompute import Determinism
+from torchrelay.runtime.recompute import Determinism, is_recomputing
 from torchrelay.runtime.skips import SkipGradients, SkipRoutes, StepSkips
 from torchrelay.runtime.tasks import PartitionTasks
 
@@ -106,6 +107,7 @@ class Step:
         self._determinism = Determinism()
         self._serial = pipeline.lanes is None or pipeline.lanes.is_inside() or needs_callers_thread()
         self._freed = False
+        self._gathering = Gathering()
         # By autograd's number of the backward, since several may be under way.
         self._output_gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self._backwards: dict[int, _Backward] = {}
@@ -125,6 +127,8 @@ class Step:
         outputs = self._run_forward(self._input.parts)
         self._input.tell_writes()
         self._output = Output(outputs, self._pipeline.batch_dim)
+        if not is_recomputing():  # as a layer of another pipeline
+            self._gathering.finish()
         self._attach()
         return self._output.take()
 
@@ -155,7 +159,7 @@ class Step:
         tasks = self._tasks[j]
         run = tasks.checkpoint if self._grad and (i, j) in self._programs.recomputed else tasks.forward
         try:
-            return self._random.forward(i, j, lambda: run(i, value))
+            return self._random.forward(i, j, lambda: self._gathering.task(j, run, i, value))
         except BaseException as failure:
             locate(failure, "the forward", i, j, self._pipeline.modules[j])
             raise
