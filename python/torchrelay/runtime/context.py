@@ -55,6 +55,7 @@ class CallerContext:
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._function_modes = _function_modes()
         self._saved_tensor_hooks = _saved_tensor_hooks()
+        self._multithreading = torch._C._is_multithreading_enabled()
         self._contextvars = contextvars.copy_context()
         # On the caller's own streams the lanes' work is ordered with the caller's, by device, without an event.
         self._streams = [torch.cuda.current_stream(device) for device in sorted_cuda(devices)]
@@ -76,6 +77,8 @@ class CallerContext:
                 stack.enter_context(torch.inference_mode())
             if torch.is_grad_enabled() != self._grad:
                 stack.enter_context(torch.set_grad_enabled(self._grad))
+            if torch._C._is_multithreading_enabled() != self._multithreading:
+                stack.enter_context(torch.autograd.set_multithreading_enabled(self._multithreading))
             for kind, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_cache))
             active = _function_modes()

@@ -111,25 +111,32 @@ class StepRandomness:
 
     def forward(self, i: int, j: int, task: Callable[[], T]) -> T:
         """Run the forward task of micro-batch `i` on partition `j`, whose first must be the partition's first."""
-        seed = self._task_seed(i, j)
         if i > 0 and not self._every_task:
-            return self._in_turn(self._forward[j], seed, task, lambda turns: self._compare(i, j, turns))
-        result, drew = self._watched(j, seed, task, lambda turns: self._compare(i, j, turns))
+            if not self._forward[j]:  # the usual case, and counted in microseconds
+                return task()
+            return self._in_turn(
+                self._forward[j], self._task_seed(i, j), task, lambda turns: self._compare(i, j, turns)
+            )
+        result, drew = self._watched(j, self._task_seed(i, j), task, lambda turns: self._compare(i, j, turns))
         self._late = self._late or (i > 0 and not drew <= self._forward[j])
         self._forward[j] |= drew
         return result
 
     def recompute(self, i: int, j: int, task: Callable[[], T]) -> T:
         """Run the recomputation of a forward task: it draws the same."""
+        if not self._forward[j]:
+            return task()
         return self._in_turn(self._forward[j], self._task_seed(i, j), task)
 
     def backward(self, i: int, j: int, task: Callable[[], T]) -> T:
         """Run the backward task of micro-batch `i` on partition `j`."""
-        seed = self._task_seed(i | _BACKWARD, j)
         if j in self._started_backward and not self._every_task:
-            return self._in_turn(self._backward[j] | (self._mine(j) & self._drawn_from(self._forward)), seed, task)
+            if not self._turns_backward[j] and not self._backward[j]:
+                return task()
+            devices = self._turns_backward[j] | self._backward[j]
+            return self._in_turn(devices, self._task_seed(i | _BACKWARD, j), task)
         self._started_backward.add(j)
-        result, drew = self._watched(j, seed, task)
+        result, drew = self._watched(j, self._task_seed(i | _BACKWARD, j), task)
         self._backward[j] |= drew
         return result
 
@@ -152,8 +159,6 @@ class StepRandomness:
         task: Callable[[], T],
         after: Callable[[_Turns], None] | None = None,
     ) -> T:
-        if not devices:
-            return task()
         with ExitStack() as stack:
             turns = {device: stack.enter_context(self._sources[device].turn(seed)) for device in self._order(devices)}
             result = task()
@@ -184,6 +189,8 @@ class StepRandomness:
         """In the thread that called backward, before its tasks."""
         self._sources = self._make_sources()
         self._started_backward.clear()
+        drawn_from = self._drawn_from(self._forward)
+        self._turns_backward = [self._mine(j) & drawn_from for j in range(len(self._devices))]
 
     def finish_backward(self) -> None:
         """After its tasks: advance the caller's generator, if only the backward drew."""
