@@ -130,3 +130,12 @@ def test_two_outputs_of_which_the_next_partition_overwrites_one(executor, chunks
     ).double()
     model = split(module, [2, 2], chunks=chunks, executor=executor)
     assert_same_step(module, model, lambda: rows(4, 3, requires_grad=True))
+
+
+@CHUNKS
+def test_on_an_input_without_gradient(executor, chunks):
+    """Micro-batches are views of one tensor: what one overwrites is not what another saved."""
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2)).double()
+    for _ in range(20):
+        module.zero_grad()
+        assert_same_step(module, split(module, [1, 1], chunks=chunks, executor=executor), lambda: rows(4, 3))

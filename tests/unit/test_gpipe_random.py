@@ -178,3 +178,38 @@ def test_one_micro_batch_without_draws_by_others_is_reproducible(executor):
     first = model(rows(8, 4)).detach()
     torch.manual_seed(3)
     assert_close(model(rows(8, 4)).detach(), first)
+
+
+@pytest.mark.parametrize("start", [1, 3, 5, 9])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_partition_that_starts_to_draw_late_is_right_or_refused(start, place):
+    """The same numbers in every run and in both executors, or an error."""
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, value):
+            self.calls += 1
+            return value + torch.rand_like(value) if self.calls > start else value * 1
+
+    def net():
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)]
+        layers[place] = Late()
+        return nn.Sequential(*layers).double()
+
+    def outcome(executor):
+        try:
+            return run(net(), [1, 1, 1], executor)
+        except (RuntimeError, RuntimeWarning) as error:
+            return str(error)
+
+    expected = outcome("serial")
+    for _ in range(4):
+        actual = outcome("lanes")
+        if isinstance(actual, list) and isinstance(expected, list):
+            assert_bitwise(actual, expected)
+        else:
+            assert "random" in str(actual) or "draw" in str(actual)

@@ -45,6 +45,7 @@ def default_dtype(dtype):
 
 
 SURROUNDINGS = [
+    (torch.inference_mode, torch.is_inference_mode_enabled, True),
     (torch.no_grad, torch.is_grad_enabled, False),
     (torch.enable_grad, torch.is_grad_enabled, True),
     (lambda: torch.autocast("cpu", dtype=torch.bfloat16), lambda: torch.is_autocast_enabled("cpu"), True),
@@ -232,3 +233,15 @@ def test_functional_call_and_replaced_parameters(executor):
         output = torch.func.functional_call(net, values, (rows(4, 3),))
         answers.append((output, torch.autograd.grad(loss_of(output), list(values.values()))))
     assert_close(answers[1], answers[0])
+
+
+def test_the_output_under_no_grad_and_inference_mode(executor):
+    module = mlp(3, 3)
+    model = split(module, [1, 1], chunks=2, executor=executor)
+    with torch.no_grad():
+        assert not model(rows(4, 3, requires_grad=True)).requires_grad
+    with torch.inference_mode():
+        output = model(rows(4, 3))
+    assert output.is_inference()
+    assert_close(output.clone(), module(rows(4, 3)).detach())
+    assert_same_step(module, model, lambda: rows(4, 3))
