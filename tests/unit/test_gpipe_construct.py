@@ -215,3 +215,8 @@ def test_the_plan_shows_partitions_and_schedule():
     assert {part.device for part in plan.partitions} == {"cpu"}
     plan.schedule(4).verify()
     assert str(plan)
+
+
+def test_a_layer_without_shape_yet_is_refused_and_named():
+    with pytest.raises(ValueError, match=r"1\.weight.*no shape"):
+        split(nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2)), [1, 1], copied=False)

@@ -132,3 +132,32 @@ def test_backward_through_partitions_on_one_accelerator_ends(run_script):
         timeout=120,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "end"), done.stderr
+
+
+def test_backward_in_two_threads_at_once_ends(run_script):
+    done = run_script(
+        ACCELERATOR
+        + """
+    from concurrent.futures import ThreadPoolExecutor
+
+    value = empty()
+    models = [
+        GPipe(nn.Sequential(Layer(), Layer()), [1, 1], devices=[value.device] * 2, chunks=2, checkpoint="never")
+        for _ in range(2)
+    ]
+    barrier = threading.Barrier(2)
+
+    def work(model):
+        barrier.wait(30)
+        for _ in range(5):
+            x = empty().requires_grad_()
+            torch.autograd.grad(model(x), [x], empty())
+
+    with ThreadPoolExecutor(2) as pool:
+        for job in [pool.submit(work, model) for model in models]:
+            job.result(timeout=50)
+    print("end")
+    """,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "end"), done.stderr

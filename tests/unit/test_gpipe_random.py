@@ -5,16 +5,22 @@ import torch
 from gpipe_support import Call, assert_close, assert_same_step, loss_of, mlp, rows, split
 from torch import nn
 
+
+def noise():
+    """RReLU draws for the elements below zero only: it is given some in every micro-batch."""
+    return nn.Sequential(Call(lambda v: torch.cat([v, -v], 1)), nn.RReLU())
+
+
 DROPPING = nn.Sequential(
-    nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 4), nn.RReLU()
+    nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 4), noise()
 ).double()
 MIXED = {
     "all draw": (DROPPING, [2, 3, 2]),
     "one each": (DROPPING, [1, 1, 1, 1, 1, 1, 1]),
     "first": (nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 4)).double(), [1, 1, 1]),
     "middle": (nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout(0.5), nn.Linear(4, 4)).double(), [1, 1, 1]),
-    "last": (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.RReLU()).double(), [1, 1, 1]),
-    "ends": (nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.RReLU()).double(), [1, 1, 1]),
+    "last": (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), noise()).double(), [1, 1, 1]),
+    "ends": (nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), noise()).double(), [1, 1, 1]),
     "by hand": (nn.Sequential(nn.Linear(4, 4), Call(lambda v: v + torch.randn_like(v)), nn.Tanh()).double(), [1, 1, 1]),
 }
 MODELS = pytest.mark.parametrize(("module", "balance"), MIXED.values(), ids=MIXED.keys())
@@ -213,3 +219,21 @@ def test_a_partition_that_starts_to_draw_late_is_right_or_refused(start, place):
             assert_bitwise(actual, expected)
         else:
             assert "random" in str(actual) or "draw" in str(actual)
+
+
+def test_a_layer_that_draws_in_backward(executor):
+    class Noise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient + torch.rand_like(gradient)
+
+    module = nn.Sequential(
+        nn.Linear(4, 4), Call(Noise.apply), nn.Linear(4, 4), Call(Noise.apply), nn.Linear(4, 4)
+    ).double()
+    expected = run(module, [2, 2, 1], "serial")
+    for _ in range(4):
+        assert_bitwise(run(module, [2, 2, 1], executor), expected)

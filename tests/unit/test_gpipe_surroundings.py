@@ -4,6 +4,7 @@ import collections
 import contextlib
 import contextvars
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -245,3 +246,83 @@ def test_the_output_under_no_grad_and_inference_mode(executor):
     assert output.is_inference()
     assert_close(output.clone(), module(rows(4, 3)).detach())
     assert_same_step(module, model, lambda: rows(4, 3))
+
+
+def test_disabled_saved_tensor_hooks_are_disabled_for_the_layers(executor):
+    def hooked(value):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return value.exp()
+
+    model = split(nn.Sequential(nn.Linear(3, 3), Call(hooked)).double(), [1, 1], executor=executor)
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+        pytest.raises(RuntimeError, match="not here"),
+    ):
+        model(rows(4, 3))
+
+
+def test_two_threads_at_once(executor):
+    module = mlp(3, 4, 2)
+    model = split(module, [2, 2], chunks=3, executor=executor)
+    barrier = threading.Barrier(4)
+
+    def work(count):
+        barrier.wait(20)
+        results = []
+        for _ in range(5):
+            value = rows(count, 3, requires_grad=True)
+            output = model(value)
+            parameters = list(model.parameters())
+            results.append((output, torch.autograd.grad(loss_of(output), [value, *parameters])))
+        return results
+
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [(count, pool.submit(work, count)) for count in (2, 3, 5, 8)]
+        for count, job in jobs:
+            value = rows(count, 3, requires_grad=True)
+            output = module(value)
+            expected = output, torch.autograd.grad(loss_of(output), [value, *module.parameters()])
+            for actual in job.result(timeout=30):
+                assert_close(actual, expected)
+
+
+def test_two_threads_with_surroundings_of_their_own(executor):
+    model, _ = spied(lambda: None, executor)
+    seen = {}
+    barrier = threading.Barrier(2)
+
+    def read(value):
+        seen.setdefault(NUMBER.get(), []).append(torch.is_grad_enabled())
+        return value
+
+    model[1].function = read
+
+    def work(value, enabled):
+        NUMBER.set(value)
+        barrier.wait(20)
+        for _ in range(10):
+            with torch.set_grad_enabled(enabled):
+                model(rows(4, 3))
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(contextvars.Context().run, work, 1, True)]
+        jobs += [pool.submit(contextvars.Context().run, work, 2, False)]
+        for job in jobs:
+            job.result(timeout=30)
+    assert seen == {1: [True] * 20, 2: [False] * 20}
+
+
+@pytest.mark.parametrize("inner_executor", ["lanes", "serial"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_pipeline_within_a_pipeline(executor, inner_executor, place):
+    inner_module = mlp(3, 3, 3)
+    layers = [nn.Linear(3, 3).double(), nn.Linear(3, 3).double()]
+    layers.insert(place, inner_module)
+    module = nn.Sequential(*layers)
+    inner = split(inner_module, [2, 2], chunks=2, executor=inner_executor)
+    children = [inner if layer is inner_module else layer for layer in layers]
+    outer = split(nn.Sequential(*children), [1, 2], chunks=3, executor=executor, copied=True)
+    for _ in range(2):
+        assert_same_step(module, outer, lambda: rows(7, 3, requires_grad=True))
+    with torch.no_grad():
+        assert_close(outer(rows(7, 3)), module(rows(7, 3)))
