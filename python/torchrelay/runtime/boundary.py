@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from torchrelay.runtime.names import connect, names_of, share_memory
+
 __all__ = ["Input", "moved", "unknown_leaves", "version", "wants_grad"]
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -20,8 +22,10 @@ class Input:
         given: what the layers get.
     """
 
-    def __init__(self, leaves: Sequence[Any], device: torch.device) -> None:
+    def __init__(self, leaves: Sequence[Any], device: torch.device, *, popped: int = 0) -> None:
+        """Of `leaves`, the last are so many skips, which were `popped`."""
         self._before = leaves
+        self._popped = leaves[len(leaves) - popped :]
         self._device = device
         # What is handed on twice, as a value and as a skip, is one tensor here as it was there, and copied once.
         cut = {id(leaf): _cut_off(leaf, device) for leaf in leaves}
@@ -30,6 +34,11 @@ class Input:
         # In-place layers may write on what they are given, but not on a leaf of the graph: hence another name for it.
         given = {id(leaf): _alias(leaf) if wants_grad(leaf) else leaf for leaf in cut.values()}
         self.given = [given[id(leaf)] for leaf in self.cut]
+        self._counters = {
+            k: names.add(self.given[k])
+            for k, before in enumerate(leaves)
+            if (names := names_of(before)) and self._is_same_memory(k)
+        }
 
     def ends(self) -> list[Tensor | None]:
         """For each leaf where its gradient arrives; None if it needs none, or for the second of two that are one."""
@@ -50,9 +59,44 @@ class Input:
 
         An alias counts its versions by itself, so that a write on it would go unnoticed, and gradients be wrong.
         """
-        for before, cut, given in zip(self._before, self.cut, self.given, strict=True):
-            if given is not cut and given._version > 0 and before.device == self._device:
+        for k, (before, cut, given) in enumerate(zip(self._before, self.cut, self.given, strict=True)):
+            if given is not cut and given._version > 0 and self._is_same_memory(k):
                 increment_version(before)
+                self._tell_other_names(k)
+        for before in self._popped:
+            if names := names_of(before):
+                names.stashed[id(before)] -= 1
+
+    def _tell_other_names(self, k: int) -> None:
+        if k not in self._counters:
+            return
+        before = self._before[k]
+        names = names_of(before)
+        assert names is not None
+        elsewhere = names.stashed.total() > sum(before is popped for popped in self._popped)
+        if elsewhere or any(names_of(other) is names and other is not before for other in self._before):
+            raise RuntimeError(
+                "a layer wrote in place on memory that came from another partition in two ways, say as a value and as "
+                "a skip, so that gradients would be wrong: use inplace=False, or stash a clone"
+            )
+        names.tell_write(self._counters[k])
+
+    def connect(self, outputs: Sequence[Any]) -> None:
+        """After the layers: `outputs`, which go to other partitions, may share memory, also with what was given."""
+        for k, output in enumerate(outputs):
+            for other in outputs[:k]:
+                connect(output, other)
+        for k, given in enumerate(self.given):
+            if given is self.cut[k]:
+                continue
+            for output in outputs:
+                if share_memory(output, given):
+                    if self._is_same_memory(k):
+                        connect(given, self._before[k])
+                    connect(output, given)
+
+    def _is_same_memory(self, k: int) -> bool:
+        return self.given[k] is not self.cut[k] and self._before[k].device == self._device
 
     def is_written(self) -> bool:
         """After the layers: whether they wrote on what they were given."""

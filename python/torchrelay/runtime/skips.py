@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchrelay.planning.skips import Key, SkipPlan
+from torchrelay.runtime.names import note_stashed
 from torchrelay.runtime.plain_skips import put_plainly, take_plainly
 
 __all__ = ["PartitionSkips", "SkipGradients", "SkipRoutes", "StepSkips", "put", "take"]
@@ -122,6 +123,7 @@ class PartitionSkips:
         """Store what micro-batch `i` stashed here for other partitions."""
         for key, value in zip(self._exports, exported, strict=True):
             self._values[i, key] = value
+        note_stashed(exported)
 
     @contextmanager
     def task(self, imported: Sequence[Any]) -> Iterator[list[Any]]:

@@ -5,7 +5,7 @@ further than itself, and its output's gradient is handed to it. Skips from and t
 task's input and output, behind those of the value.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -150,10 +150,11 @@ class PartitionTasks:
         return unflatten(outputs, spec)
 
     def _with_graph(self, i: int, leaves: Sequence[Any], spec: Spec) -> tuple[Sequence[Any], Spec, _Graph]:
-        given = Input(leaves, self._device)
+        given = Input(leaves, self._device, popped=0 if self._skips is None else self._skips.popped)
         self._note_given(i, given)
         outputs, output_spec = self._run(given.given, spec)
         given.tell_writes()
+        given.connect(outputs)
         graph = _Graph(given.ends(), [root(leaf) if wants_grad(leaf) else None for leaf in outputs])
         given.let_go()
         return outputs, output_spec, graph
@@ -170,9 +171,9 @@ class PartitionTasks:
     def checkpoint(self, i: int, value: Any) -> Any:
         """The partition's output for micro-batch `i`, of which only the input is kept."""
         leaves, spec = self._arrived(i, value)
-        spare = [_clone(leaf) for leaf in leaves] if i == 0 or self._writes_on_input else None
+        spare = _each(_clone, leaves) if i == 0 or self._writes_on_input else None
         self._buffers.before_forward(i)
-        given = Input(leaves, self._device)
+        given = Input(leaves, self._device, popped=0 if self._skips is None else self._skips.popped)
         self._note_given(i, given)
         with checkpointing():
             outputs, output_spec = self._run(given.given, spec)
@@ -194,8 +195,9 @@ class PartitionTasks:
             watched = [leaf for leaf in given.given if isinstance(leaf, Tensor)]
             self._kept[i] = _Kept(given.cut, spec, watched, [version(leaf) for leaf in watched], required)
         # Without the graph: it holds nothing, but a backward must not find it.
-        detached = {id(leaf): _detached(leaf) for leaf in outputs}
-        return self._handed_on(i, [detached[id(leaf)] for leaf in outputs], output_spec)
+        outputs = _each(_detached, outputs)
+        given.connect(outputs)
+        return self._handed_on(i, outputs, output_spec)
 
     def recompute(self, i: int, *, keep: bool) -> None:
         """The forward of micro-batch `i` again, with a graph; `keep` what another recomputation needs."""
@@ -205,7 +207,7 @@ class PartitionTasks:
                 "the input of a partition has been written on in place since its forward, but is needed for the "
                 "recomputation: do without inplace=True in the layers that come after"
             )
-        leaves = [_clone(leaf) for leaf in kept.leaves] if keep and self._writes_on_input else kept.leaves
+        leaves = _each(_clone, kept.leaves) if keep and self._writes_on_input else kept.leaves
         with recomputing(), self._buffers.as_in_forward(i, keep=keep):
             _, _, graph = self._with_graph(i, leaves, kept.spec)
         if [leaf is not None for leaf in graph.outputs] != kept.required:
@@ -214,6 +216,12 @@ class PartitionTasks:
                 "must do the same both times (torchrelay.is_recomputing() tells them which it is)"
             )
         self._graphs[i] = graph
+
+
+def _each(function: Callable[[Any], Any], leaves: Sequence[Any]) -> list[Any]:
+    """`function` of each leaf, once for those that are one."""
+    found = {id(leaf): function(leaf) for leaf in leaves}
+    return [found[id(leaf)] for leaf in leaves]
 
 
 def _clone(leaf: Any) -> Any:
