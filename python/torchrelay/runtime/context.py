@@ -20,6 +20,8 @@ __all__ = ["CallerContext", "needs_callers_thread"]
 
 T = TypeVar("T")
 
+_UNKNOWN = object()  # hooks that a recomputation does without: they change where tensors are kept, not what they are
+
 
 def needs_callers_thread() -> bool:
     """Whether a context is active that must not be entered by several threads at once."""
@@ -37,7 +39,20 @@ def _function_modes() -> list[Any]:
 
 
 def _saved_tensor_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    """The pair of hooks that is active, or None."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return _probe_saved_tensor_hooks() if top is None else top(True)
+
+
+def _probe_saved_tensor_hooks() -> Any:
+    """For a torch that cannot be asked (2.6): whether a tensor that is saved has hooks; which ones, it does not say."""
+    with torch.enable_grad():
+        saved = torch.zeros((), requires_grad=True).exp().grad_fn._raw_saved_result  # type: ignore[union-attr]
+    try:
+        saved.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    except RuntimeError:  # it has hooks
+        return _UNKNOWN
+    return None
 
 
 class CallerContext:
@@ -85,7 +100,7 @@ class CallerContext:
             for mode in self._function_modes:
                 if mode not in active:
                     stack.enter_context(mode)
-            if self._saved_tensor_hooks is not None and self._saved_tensor_hooks != _saved_tensor_hooks():
+            if self._saved_tensor_hooks not in (None, _UNKNOWN, _saved_tensor_hooks()):
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensor_hooks))
             for stream in self._streams:
                 stack.enter_context(torch.cuda.stream(stream))

@@ -10,12 +10,14 @@ what each task draws:
    not, its other micro-batches wait for nobody.
 4. They are watched. Should the caller's generator not be after a step where it was before, or a task leave it at
    another place than the same task of the first micro-batch, then something may have drawn out of turn. So in the next
-   step every task takes its turn and shows whether it draws. If it was a layer, there is a warning, and this goes on
-   for as long as layers draw so. (Else it was, say, a thread that loads data, or a layer whose input says how often it
-   draws.)
+   step every task takes its turn and shows whether it draws, which goes on for as long as layers draw so; and there is
+   a warning, at once or when that is known. (It may also have been, say, a thread that loads data, or a layer whose
+   input says how often it draws.)
 5. Where any partition drew in forward, all backwards on that generator take turns too: a layer that checkpoints itself
    sets the generator there.
 
+The watch sees a draw between two turns, and nearly every one within the turn of another partition. Layers that draw for
+some micro-batches only, in a model where other partitions draw too, are sure to be right with `executor="serial"`.
 Numbers that torch does not draw (Python's random, numpy) are not planned, and a thread of the user's that draws during
 a step takes part in no turn.
 """
@@ -92,6 +94,7 @@ class StepRandomness:
         self._backward: list[set[torch.device]] = [set() for _ in devices]
         self._places: list[dict[torch.device, tuple[int, ...]]] = [{} for _ in devices]
         self._strangers: set[torch.device] = set()
+        self._between_turns = False
         self._started_backward: set[int] = set()
         self._sources = self._make_sources()
         with ExitStack() as stack:
@@ -180,6 +183,7 @@ class StepRandomness:
             with source.turn():
                 if not source.is_at(self._marks[device]):
                     self._strangers.add(device)
+                    self._between_turns = True
                 if device == _CPU and self._drawn_from(self._forward):
                     source.advance()
         if not failed:
@@ -203,6 +207,14 @@ class StepRandomness:
         if not self._every_task:
             if self._strangers and not watch.is_cleared:
                 watch.suspected = self._forward
+            if self._between_turns and not watch.is_cleared:
+                warnings.warn(
+                    f"something drew random numbers on {min(map(str, self._strangers))} out of turn in this step: if "
+                    f"that was a layer which drew none for the first micro-batch, the result depended on timing. The "
+                    f"next step will tell",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             return
         before, watch.suspected = watch.suspected, None
         watch.layers_draw_late = self._late
