@@ -16,8 +16,8 @@ what each task draws:
 5. Where any partition drew in forward, all backwards on that generator take turns too: a layer that checkpoints itself
    sets the generator there.
 
-The watch sees a draw between two turns, and nearly every one within the turn of another partition. Layers that draw for
-some micro-batches only, in a model where other partitions draw too, are sure to be right with `executor="serial"`.
+The watch is no proof: it sees a draw between two turns, but not every one within the turn of another partition. Layers
+that draw for some micro-batches of a step and not for its first are sure to be right with `executor="serial"` only.
 Numbers that torch does not draw (Python's random, numpy) are not planned, and a thread of the user's that draws during
 a step takes part in no turn.
 """
