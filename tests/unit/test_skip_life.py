@@ -127,9 +127,7 @@ def test_a_plain_model_in_several_threads():
     wrong = []
 
     def run(count):
-        for _ in range(50):
-            if not torch.equal(model(rows(count, 4)), expected[count - 1]):
-                wrong.append(count)
+        wrong.extend(count for _ in range(50) if not torch.equal(model(rows(count, 4)), expected[count - 1]))
 
     threads = [threading.Thread(target=run, args=(count,)) for count in range(1, 9)]
     for thread in threads:
