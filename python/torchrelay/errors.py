@@ -10,6 +10,7 @@ __all__ = [
     "ReductionError",
     "ScheduleError",
     "SkipError",
+    "StreamError",
     "TorchrelayError",
 ]
 
@@ -24,6 +25,10 @@ class PlanError(TorchrelayError, ValueError):
 
 class ScheduleError(PlanError):
     """A schedule that is incomplete, out of order or would deadlock; the message holds a counterexample."""
+
+
+class StreamError(PlanError):
+    """A plan of accelerator streams in which something may come too early; the message names the two operations."""
 
 
 class _ManyProblemsError(PlanError):

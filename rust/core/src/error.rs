@@ -3,6 +3,7 @@
 use crate::partition::Problem;
 use crate::schedule::{Action, At, Blocked, Kind};
 use crate::skip::SkipProblem;
+use crate::streams::Hazard;
 
 /// What a plan can be refused for.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -238,6 +239,23 @@ pub enum Error {
         /// Each entry waits for an action of the next one's rank, the last for one of the first's.
         cycle: Vec<Blocked>,
     },
+    /// Devices that are not one for each stage.
+    #[error("there must be a device for each of the {stages} stages, but there are {devices}")]
+    DevicesDiffer {
+        /// How many devices were given.
+        devices: usize,
+        /// How many stages there are.
+        stages: usize,
+    },
+    /// Streams are not planned for such an action.
+    #[error("{at}: streams are planned for forwards, recomputations and whole backwards (F, R, B) only")]
+    SplitBackward {
+        /// The first of them.
+        at: At,
+    },
+    /// Something that streams may do in the wrong order.
+    #[error(transparent)]
+    Hazard(Box<Hazard>),
     /// A split that a module cannot have; all the reasons.
     #[error("{}", list("the module cannot be split like this", problems))]
     Partition {

@@ -18,6 +18,7 @@ mod limits;
 mod partition;
 mod schedule;
 mod skip;
+mod streams;
 
 pub use balance::{Cost, balance};
 pub use bucket::{Buckets, Phase, Readiness, assign_buckets};
@@ -29,3 +30,6 @@ pub use schedule::{
     Action, At, Blocked, Costs, Gpipe, Kind, MAX_STAGES, Recompute, Schedule, Simulation, Span, make_gpipe,
 };
 pub use skip::{Skip, SkipProblem, SkipRole, SkipUse, verify_skips};
+pub use streams::{
+    Buffer, Event, Half, Hazard, Host, Message, Operation, Place, Stream, StreamPlan, Use, Work, plan_streams,
+};

@@ -8,6 +8,7 @@ pyo3::import_exception!(torchrelay.errors, PartitionIndexError);
 pyo3::import_exception!(torchrelay.errors, PlanError);
 pyo3::import_exception!(torchrelay.errors, ScheduleError);
 pyo3::import_exception!(torchrelay.errors, SkipError);
+pyo3::import_exception!(torchrelay.errors, StreamError);
 
 /// The Python exception for an error of the core.
 #[allow(clippy::needless_pass_by_value)] // so that it fits `map_err`
@@ -33,6 +34,8 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::MicrobatchMissing(_)
         | Error::MicrobatchUnexpected(_)
         | Error::NoSuchRank { .. }
+        | Error::DevicesDiffer { .. }
+        | Error::SplitBackward { .. }
         | Error::Json { .. } => PlanError::new_err(message),
         Error::NoSuchStage { .. }
         | Error::NoSuchMicrobatch { .. }
@@ -44,6 +47,7 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::OutOfOrder { .. }
         | Error::Missing { .. }
         | Error::Deadlock { .. } => ScheduleError::new_err(message),
+        Error::Hazard(_) => StreamError::new_err(message),
         Error::Partition { problems } => partition(message, &problems),
         Error::Skips { problems } => SkipError::new_err((message, lines(&problems))),
     }

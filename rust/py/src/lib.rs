@@ -9,6 +9,7 @@ mod partition;
 mod readiness;
 mod schedule;
 mod skip;
+mod streams;
 
 /// Plans for data- and pipeline-parallel training.
 #[pyo3::pymodule]
@@ -30,6 +31,8 @@ mod _core {
     use crate::schedule::{Action, Costs, Schedule, Simulation, make_gpipe};
     #[pymodule_export]
     use crate::skip::verify_skips;
+    #[pymodule_export]
+    use crate::streams::{StreamOperation, StreamPlan, plan_streams};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

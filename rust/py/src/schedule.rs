@@ -13,6 +13,12 @@ use crate::errors::to_py;
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Action(core::Action);
 
+impl From<core::Action> for Action {
+    fn from(action: core::Action) -> Self {
+        Self(action)
+    }
+}
+
 #[allow(clippy::trivially_copy_pass_by_ref)] // methods of a Python object take it by reference
 #[pymethods]
 impl Action {
@@ -64,6 +70,12 @@ impl Action {
 #[pyclass(frozen, eq, hash, module = "torchrelay._core")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct Schedule(core::Schedule);
+
+impl Schedule {
+    pub(crate) fn core(&self) -> &core::Schedule {
+        &self.0
+    }
+}
 
 #[pymethods]
 impl Schedule {

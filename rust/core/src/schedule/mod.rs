@@ -102,8 +102,19 @@ impl Schedule {
         Some(action.stage() * self.microbatches + action.microbatch()?)
     }
 
+    /// All ranks' actions, each after those that it needs and each rank's in its order.
+    ///
+    /// # Errors
+    /// Those of [`Schedule::verify`].
+    pub(crate) fn in_order(&self) -> Result<Vec<Action>> {
+        self.verify_lists()?;
+        let mut ordered = Vec::with_capacity(self.actions.iter().map(Vec::len).sum());
+        walk::walk(self, |_, action| ordered.push(action)).map_err(|cycle| Error::Deadlock { cycle })?;
+        Ok(ordered)
+    }
+
     /// Where a rank does an action, if it does. Linear: for messages only.
-    fn find(&self, rank: usize, action: Action) -> Option<usize> {
+    pub(crate) fn find(&self, rank: usize, action: Action) -> Option<usize> {
         self.actions(rank)?.iter().position(|&other| other == action)
     }
 }
