@@ -15,6 +15,7 @@ from torchrelay.runtime.lanes import Lanes
 from torchrelay.runtime.randomness import RandomnessWatch
 from torchrelay.runtime.skips import SkipRoutes
 from torchrelay.runtime.step import Pipeline, Programs, Step
+from torchrelay.runtime.streams import Streams
 
 __all__ = ["GPipe"]
 
@@ -117,6 +118,8 @@ class GPipe(nn.Module):
         self._watches = [BufferWatch(partition) for partition in self.partitions]
         self._randomness = RandomnessWatch()
         self._routes = SkipRoutes.of(self.plan.skips, len(self.plan.partitions))
+        # Skips between partitions are not planned on streams yet: such a pipeline works on the caller's.
+        self._streams = None if any(skip.crosses for skip in self.plan.skips) else Streams.of(self.devices)
         self._programs: dict[tuple[int, str], Programs] = {}
 
     @property
@@ -148,6 +151,7 @@ class GPipe(nn.Module):
                 self._randomness,
                 self._routes,
                 lanes,
+                self._streams,
                 self.batch_dim,
             )
         )
@@ -160,7 +164,7 @@ class GPipe(nn.Module):
             if len(self._programs) >= _PROGRAMS_KEPT:
                 self._programs.clear()
             schedule = self.plan.schedule(microbatches, recompute=recompute)
-            programs = self._programs[microbatches, recompute] = Programs.of(schedule)
+            programs = self._programs[microbatches, recompute] = Programs.of(schedule, self._streams)
         return programs
 
     # ---- the layers, as of the plain module

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchrelay._core import Schedule, make_gpipe, verify_partition
+from torchrelay._core import Schedule, StreamPlan, make_gpipe, plan_streams, verify_partition
 from torchrelay.planning.skips import SkipPlan, plan_skips
 
-__all__ = ["PartitionPlan", "PipelinePlan", "plan_partitions"]
+__all__ = ["PartitionPlan", "PipelinePlan", "device_index", "plan_partitions"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,25 @@ class PipelinePlan:
         """
         return make_gpipe(len(self.partitions), microbatches, backward=backward, recompute=recompute)
 
+    def streams(self, microbatches: int, *, backward: bool = True, recompute: str = "never") -> StreamPlan:
+        """What the lanes tell the streams of CUDA devices to do, wait for and copy, for the same arguments.
+
+        `verify()` of the result says whether that order is enough; `str()` has a line for each operation. Skip
+        connections are not in it.
+
+        Raises:
+            PlanError: as :meth:`schedule`.
+        """
+        schedule = self.schedule(microbatches, backward=backward, recompute=recompute)
+        return plan_streams(schedule, [device_index(torch.device(partition.device)) for partition in self.partitions])
+
     def __str__(self) -> str:
         return "\n".join(map(str, (*self.partitions, *self.skips))) or "no partitions"
+
+
+def device_index(device: torch.device) -> int | None:
+    """The index of a device that has streams to be planned; None for any other."""
+    return device.index or 0 if device.type == "cuda" else None
 
 
 def plan_partitions(

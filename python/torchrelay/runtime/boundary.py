@@ -123,7 +123,10 @@ def _cut_off(leaf: Any, device: torch.device) -> Any:
 
 def moved(leaf: Any, device: torch.device) -> Any:
     """`leaf` on `device`, if it is a tensor."""
-    return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) and leaf.device != device else leaf
+    if not isinstance(leaf, Tensor) or leaf.device == device:
+        return leaf
+    # The CPU does not wait for a stream by itself: there, a value that is on its way would be read before it arrives.
+    return leaf.to(device, non_blocking=device.type != "cpu")
 
 
 def version(leaf: Any) -> int:

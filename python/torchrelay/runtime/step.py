@@ -23,7 +23,9 @@ from torchrelay.runtime.parameters import trainable
 from torchrelay.runtime.randomness import RandomnessWatch, StepRandomness
 from torchrelay.runtime.recompute import Determinism, is_recomputing
 from torchrelay.runtime.skips import SkipGradients, SkipRoutes, StepSkips
+from torchrelay.runtime.streams import HalfStreams, StreamPrograms, Streams
 from torchrelay.runtime.tasks import PartitionTasks
+from torchrelay.runtime.values import flatten
 
 __all__ = ["Pipeline", "Programs", "Step"]
 
@@ -31,20 +33,22 @@ __all__ = ["Pipeline", "Programs", "Step"]
 class Programs(NamedTuple):
     """A verified schedule, taken apart: each rank's actions of the forward and of the backward, and what is recomputed.
 
-    `recomputed` holds (micro-batch, stage).
+    `recomputed` holds (micro-batch, stage); `streams` is None without accelerators.
     """
 
     schedule: Schedule
     forward: Sequence[Sequence[Action]]
     backward: Sequence[Sequence[Action]]
     recomputed: frozenset[tuple[int | None, int]]
+    streams: StreamPrograms | None
 
     @classmethod
-    def of(cls, schedule: Schedule) -> "Programs":
+    def of(cls, schedule: Schedule, streams: Streams | None = None) -> "Programs":
         """Verify and take apart.
 
         Raises:
             ScheduleError: a schedule that is incomplete, out of order or would deadlock.
+            StreamError: a plan of its streams in which something may come too early.
         """
         schedule.verify()
         ranks = [schedule.actions(rank) for rank in range(schedule.ranks)]
@@ -53,13 +57,14 @@ class Programs(NamedTuple):
             [[action for action in actions if action.kind == "F"] for actions in ranks],
             [[action for action in actions if action.kind in ("R", "B")] for actions in ranks],
             frozenset((a.microbatch, a.stage) for actions in ranks for a in actions if a.kind == "R"),
+            None if streams is None else StreamPrograms(schedule, streams.indices),
         )
 
 
 class Pipeline(NamedTuple):
     """What a step needs of the model: partition `j` is `modules[j]` on `devices[j]`, worked on by lane `j`.
 
-    No lanes: the plan is carried out in the caller's thread.
+    No lanes: the plan is carried out in the caller's thread. No streams: on the caller's.
     """
 
     modules: Sequence[nn.Module]
@@ -68,6 +73,7 @@ class Pipeline(NamedTuple):
     randomness: RandomnessWatch
     skips: SkipRoutes
     lanes: Lanes | None
+    streams: Streams | None
     batch_dim: int
 
 
@@ -78,6 +84,7 @@ class _Backward(NamedTuple):
     sums: Sequence[GradientSum]
     hooks: HooksAside
     lowest: int
+    streams: HalfStreams | None
 
 
 class Step:
@@ -106,10 +113,12 @@ class Step:
         self._context = CallerContext(pipeline.devices)
         self._determinism = Determinism()
         self._serial = pipeline.lanes is None or pipeline.lanes.is_inside() or needs_callers_thread()
+        self._streams: HalfStreams | None = None  # in the forward
         self._freed = False
         self._gathering = Gathering()
         # By autograd's number of the backward, since several may be under way.
         self._output_gradients: dict[int, tuple[Tensor | None, ...]] = {}
+        self._backward_streams: dict[int, HalfStreams] = {}
         self._backwards: dict[int, _Backward] = {}
 
     # ---- forward
@@ -135,6 +144,9 @@ class Step:
     def _run_forward(self, microbatches: Sequence[Any]) -> list[Any]:
         phase = Phase(self._programs.schedule, self._programs.forward, {"F": Task(self._forward_task, +1)})
         phase.feed(0, list(enumerate(microbatches)))
+        self._streams = None if self._serial else self._half_streams()
+        if self._streams is not None:
+            self._streams.enter_forward([leaf for part in microbatches for leaf in flatten(part)[0]])
         self._random = StepRandomness(self._pipeline.devices, self._input.alike(), self._pipeline.randomness)
         try:
             self._carry_out(phase)
@@ -142,11 +154,20 @@ class Step:
                 phase.wait(j)
         except BaseException:
             self._random.finish_forward(failed=True)
+            if self._streams is not None:
+                self._streams.settle()
             self._tasks.clear()
             self._skips.clear()
             raise
         self._random.finish_forward()
-        return [output for _, output in phase.results(self._n)]
+        results = phase.results(self._n)
+        if self._streams is not None:
+            self._streams.exit_forward(results)
+        return [output for _, output in results]
+
+    def _half_streams(self) -> HalfStreams | None:
+        streams, programs = self._pipeline.streams, self._programs.streams
+        return None if streams is None or programs is None else HalfStreams(streams, programs)
 
     def _carry_out(self, phase: Phase) -> None:
         lanes, devices = self._pipeline.lanes, self._pipeline.devices
@@ -158,8 +179,12 @@ class Step:
     def _forward_task(self, i: int, j: int, value: Any) -> Any:
         tasks = self._tasks[j]
         run = tasks.checkpoint if self._grad and (i, j) in self._programs.recomputed else tasks.forward
-        try:
+
+        def task(value: Any) -> Any:
             return self._random.forward(i, j, lambda: self._gathering.task(j, run, i, value))
+
+        try:
+            return task(value) if self._streams is None else self._streams.forward(i, j, value, task)
         except BaseException as failure:
             locate(failure, "the forward", i, j, self._pipeline.modules[j])
             raise
@@ -179,6 +204,9 @@ class Step:
     def store_output_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Keep the output's gradients for the backward in progress."""
         self._output_gradients[_backward_id()] = gradients
+        if self._streams is not None and (streams := self._half_streams()) is not None:
+            self._backward_streams[_backward_id()] = streams
+            streams.note_output_gradient(gradients)
 
     def partition_gradients(self, j: int, node: Any) -> list[Tensor | None]:
         """Wait for the gradients of partition `j`'s parameters (and, if it is the first, of the input)."""
@@ -188,12 +216,16 @@ class Step:
         try:
             backward.phase.wait(j)
         except BaseException:
-            self._end_backward(backward)
+            self._end_backward(backward, failed=True)
             raise
-        gradients = backward.sums[j].take()
+        gradients, streams = backward.sums[j].take(), backward.streams
+        arrived = sorted(backward.phase.results(-1), key=lambda pair: pair[0]) if j == 0 else []
+        if streams is not None:
+            streams.exit_backward(j, gradients, arrived)
         if j == 0:
-            arrived = sorted(backward.phase.results(-1), key=lambda pair: pair[0])
             gradients += self._input.join([part for _, part in arrived])
+        if streams is not None:
+            streams.publish(j, gradients)
         if j == backward.lowest:
             self._end_backward(backward)
         return gradients
@@ -215,10 +247,15 @@ class Step:
         hooks = HooksAside([tasks.parameters for tasks in self._tasks[lowest:]])
         last = [_microbatch(program[-1]) for program in self._programs.backward]
         devices, modules = self._pipeline.devices, self._pipeline.modules
+        streams = self._backward_streams.pop(_backward_id(), None)
 
         def recompute(i: int, j: int, _: None) -> None:
+            def compute() -> None:
+                self._tasks[j].recompute(i, keep=keep)
+
             def task() -> None:
-                self._context.run(devices[j], lambda: self._tasks[j].recompute(i, keep=keep))
+                inner = compute if streams is None else lambda: streams.recompute(i, j, compute)
+                self._context.run(devices[j], inner)
 
             try:
                 self._random.recompute(i, j, task)
@@ -228,11 +265,17 @@ class Step:
 
         skips: SkipGradients = {}
 
+        def differentiate(i: int, j: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            return self._random.backward(
+                i, j, lambda: self._tasks[j].backward(i, gradients, sums[j], skips, retain_graph=keep)
+            )
+
         def task(i: int, j: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             try:
-                found = self._random.backward(
-                    i, j, lambda: self._tasks[j].backward(i, gradients, sums[j], skips, retain_graph=keep)
-                )
+                if streams is None:
+                    found = differentiate(i, j, gradients)
+                else:
+                    found = streams.backward(i, j, gradients, lambda arrived: differentiate(i, j, arrived))
             except BaseException as failure:
                 locate(failure, "the backward", i, j, modules[j])
                 raise
@@ -243,12 +286,14 @@ class Step:
         programs = [program if j >= lowest else () for j, program in enumerate(self._programs.backward)]
         phase = Phase(self._programs.schedule, programs, {"B": Task(task, -1), "R": Task(recompute, None)})
         phase.feed(self._n - 1, self._cut_output_gradients())
-        backward = _Backward(phase, sums, hooks, lowest)
+        backward = _Backward(phase, sums, hooks, lowest, streams)
+        if streams is not None:
+            streams.enter_backward()
         self._random.start_backward()
         try:
             self._carry_out(phase)
         except BaseException:
-            self._end_backward(backward)
+            self._end_backward(backward, failed=True)
             raise
         return backward
 
@@ -267,8 +312,10 @@ class Step:
         actions = self._programs.backward[self._n - 1]
         return [(i, cut[i]) for i in (_microbatch(action) for action in actions if action.kind == "B")]
 
-    def _end_backward(self, backward: _Backward) -> None:
+    def _end_backward(self, backward: _Backward, *, failed: bool = False) -> None:
         backward.hooks.restore_all()
+        if failed and backward.streams is not None:
+            backward.streams.settle()
         self._random.finish_backward()
         self._backwards.pop(_backward_id(), None)
 

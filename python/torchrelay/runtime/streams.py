@@ -198,9 +198,7 @@ class Streams:
         backend: makes the calls.
     """
 
-    def __init__(
-        self, devices: Sequence[torch.device], indices: Sequence[int | None], backend: StreamBackend
-    ) -> None:
+    def __init__(self, devices: Sequence[torch.device], indices: Sequence[int | None], backend: StreamBackend) -> None:
         self.devices = list(devices)
         self.indices = list(indices)
         self.backend = backend
@@ -361,7 +359,8 @@ class HalfStreams:
         elif operation.kind == "wait":
             self._backend.wait(stream, self._events[operation.event])
         else:
-            assert operation.kind == "share" and operation.buffer is not None
+            assert operation.kind == "share"
+            assert operation.buffer is not None
             for leaf in memory[operation.buffer]:
                 if isinstance(leaf, Tensor):
                     self._backend.share(leaf, stream)

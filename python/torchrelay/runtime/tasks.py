@@ -114,7 +114,7 @@ class PartitionTasks:
             self._given.pop(i, None)
         graph = self._graphs[i] if retain_graph else self._graphs.pop(i)
         roots = [
-            (output.edge, grad.to(output.device, non_blocking=True))
+            (output.edge, moved(grad, output.device))
             for output, grad in zip(graph.outputs, grad_outputs, strict=True)
             if output is not None and grad is not None
         ]

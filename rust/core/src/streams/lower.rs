@@ -226,11 +226,16 @@ impl Lowering {
 
     /// A mark in the caller's stream of each device, and the start of the lanes. Invariant 3.
     fn enter(&mut self, half: Half, given: Buffer, taker: u32, share: bool) {
-        let devices = self.devices.clone();
-        self.entered =
-            devices.into_iter().map(|device| (device, self.record(Stream::Caller(device)))).collect();
-        if let Some(stream) = self.compute(taker).filter(|_| share) {
-            self.emit(Work::Share { buffer: given, stream });
+        // First where the given is, which in a backward is elsewhere known than the rest.
+        let mut devices = self.devices.clone();
+        devices.sort_by_key(|&device| Some(device) != self.stage(taker).device);
+        self.entered.clear();
+        for device in devices {
+            let event = self.record(Stream::Caller(device));
+            self.entered.push((device, event));
+            if let Some(stream) = self.compute(taker).filter(|stream| share && stream.device() == device) {
+                self.emit(Work::Share { buffer: given, stream });
+            }
         }
         self.emit(Work::Post(Message::Begin(half)));
         self.begun.fill(false);

@@ -153,7 +153,8 @@ pub enum Work {
         /// Who uses it.
         stream: Stream,
     },
-    /// Gives memory back, for the owning stream to use again. The runtime counts references and is never earlier.
+    /// Gives memory back, for the owning stream to use again. The runtime counts references: what it releases is told to no
+    /// stream any more, as here.
     Release {
         /// The memory.
         buffer: Buffer,
