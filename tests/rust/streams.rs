@@ -7,8 +7,8 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use proptest::prelude::*;
 use torchrelay_core::{
-    Action, Buffer, Error, Event, Gpipe, Half, Hazard, Host, Kind, Message, Operation, Recompute, Schedule,
-    Stream, StreamPlan, Work, make_gpipe, plan_streams,
+    Buffer, Error, Event, Gpipe, Host, Message, Operation, Recompute, Stream, StreamPlan, Work, make_gpipe,
+    plan_streams,
 };
 
 fn options() -> impl Strategy<Value = Gpipe> {
@@ -215,7 +215,7 @@ impl<'a> Model<'a> {
             Work::Run { stream: None, .. } if index == held => return false,
             Work::Run { stream: None, .. } => self.use_memory(index, &uses),
             Work::Run { stream: Some(stream), .. } => {
-                self.tell(*stream, Item::Use { operation: index, uses })
+                self.tell(*stream, Item::Use { operation: index, uses });
             }
             Work::Copy { from: Some(from), to: Some(to), .. } => {
                 self.tell(*from, Item::Meet { operation: index, uses: uses.clone(), other: *to });
@@ -276,7 +276,7 @@ impl<'a> Model<'a> {
         match item {
             Item::Meet { operation, .. } if self.done.contains(&operation) => {}
             Item::Use { operation, uses } | Item::Meet { operation, uses, .. } => {
-                self.use_memory(operation, &uses)
+                self.use_memory(operation, &uses);
             }
             Item::Done { record } => {
                 self.records_done.insert(record);

@@ -65,7 +65,7 @@ class CudaBackend:
 
     def create(self, device: int) -> torch.cuda.Stream:
         """A new stream."""
-        return torch.cuda.Stream(device)
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def use(self, streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
@@ -77,7 +77,8 @@ class CudaBackend:
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """A new event behind all that `stream` was told."""
-        return stream.record_event()
+        event: torch.cuda.Event = stream.record_event()
+        return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         """Hold `stream` until `event`."""
