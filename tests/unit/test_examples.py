@@ -11,6 +11,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCHERS = {
     "pipeline.py": [],
+    "unet.py": [],
     "data_parallel.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
 }
 ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "OMP_NUM_THREADS": "1"}
