@@ -7,7 +7,7 @@ from torchrelay import errors, schedules
 from torchrelay._core import __version__, clock_cycles
 
 if TYPE_CHECKING:
-    from torchrelay import skip
+    from torchrelay import balance, skip
     from torchrelay.data_parallel import DistributedDataParallel
     from torchrelay.gpipe import GPipe, NoChunk, is_checkpointing, is_recomputing
     from torchrelay.planning.buckets import compute_bucket_assignment_by_size
@@ -17,6 +17,7 @@ __all__ = [
     "GPipe",
     "NoChunk",
     "__version__",
+    "balance",
     "clock_cycles",
     "compute_bucket_assignment_by_size",
     "errors",
@@ -35,6 +36,7 @@ _NEED_TORCH = {
     "is_checkpointing": "torchrelay.gpipe",
     "is_recomputing": "torchrelay.gpipe",
     "compute_bucket_assignment_by_size": "torchrelay.planning.buckets",
+    "balance": "torchrelay.balance",
     "skip": "torchrelay.skip",
 }
 

@@ -145,6 +145,8 @@ fn equal_layers_are_divided_evenly_however_many() {
 
 #[test]
 fn integers_and_floats_may_be_mixed() {
+    assert_eq!(balance(&[Cost::Whole(2), Cost::Real(1.0), Cost::Real(1.0)], 2).unwrap(), [1, 2]);
+    assert_eq!(balance(&[Cost::Real(0.5), Cost::Real(0.5), Cost::Whole(1)], 2).unwrap(), [2, 1]);
     // As floats these would all be equal.
     let costs = [
         Cost::Whole((1 << 53) + 1),

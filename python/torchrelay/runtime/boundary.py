@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 
 from torchrelay.runtime.names import connect, names_of, share_memory
 
-__all__ = ["Input", "moved", "unknown_leaves", "version", "wants_grad"]
+__all__ = ["Input", "alias", "moved", "unknown_leaves", "version", "wants_grad"]
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -32,7 +32,7 @@ class Input:
         self.cut = [cut[id(leaf)] for leaf in leaves]
         self._versions = [version(leaf) for leaf in self.cut]
         # In-place layers may write on what they are given, but not on a leaf of the graph: hence another name for it.
-        given = {id(leaf): _alias(leaf) if wants_grad(leaf) else leaf for leaf in cut.values()}
+        given = {id(leaf): alias(leaf) if wants_grad(leaf) else leaf for leaf in cut.values()}
         self.given = [given[id(leaf)] for leaf in self.cut]
         self._counters = {
             k: names.add(self.given[k])
@@ -134,7 +134,7 @@ def version(leaf: Any) -> int:
     return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 
 
-def _alias(leaf: Tensor) -> Tensor:
+def alias(leaf: Tensor) -> Tensor:
     """The same memory as `leaf`, above it in the graph, and no view of it (a view of a leaf may not be written on)."""
     other: Tensor = _unsafe_view(leaf, leaf.shape)
     return other

@@ -72,6 +72,7 @@ impl Binary {
 
 fn float(value: f64) -> Option<(u64, i32)> {
     const FRACTION: u32 = f64::MANTISSA_DIGITS - 1;
+    const SCALE: i32 = f64::MAX_EXP - 1 + FRACTION.cast_signed();
     if !value.is_finite() || value < 0.0 {
         return None;
     }
@@ -79,7 +80,7 @@ fn float(value: f64) -> Option<(u64, i32)> {
     let (field, fraction) = ((bits >> FRACTION) as i32, bits & ((1 << FRACTION) - 1));
     // Numbers too small for the leading one are on the scale of the smallest that have it.
     let mantissa = if field == 0 { fraction } else { fraction | 1 << FRACTION };
-    Some(odd(mantissa, field.max(1)))
+    Some(odd(mantissa, field.max(1) - SCALE))
 }
 
 /// Without zeros at the end, so that what is coarse does not look fine.
