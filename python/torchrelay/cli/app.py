@@ -73,6 +73,38 @@ def buckets(
 
 
 @app.command()
+def balance(
+    model: Annotated[
+        str, typer.Option(metavar="MODULE:FACTORY", help="A callable without arguments: a torch.nn.Sequential.")
+    ],
+    input_shape: Annotated[str, typer.Option(metavar="N,N,...", help="Of the input: rows first.")],
+    partitions: Annotated[int, typer.Option(help="How many partitions.")] = 2,
+    by: Annotated[str, typer.Option(metavar="size|time", help="What is measured of the layers.")] = "size",
+    input_dtype: Annotated[str, typer.Option(help="Of the input, which is all zeros.")] = "float32",
+    chunks: Annotated[int, typer.Option(min=1, help="By size: pieces that the input is cut into.")] = 1,
+    param_scale: Annotated[float, typer.Option(help="By size: how many times parameters are in memory.")] = 2.0,
+    timeout: Annotated[float, typer.Option(min=0, help="By time: seconds for all layers together.")] = 1.0,
+    device: Annotated[
+        str | None, typer.Option(help="Where layers are run; by size on none, if the model can be built without.")
+    ] = None,
+) -> None:
+    """Measure the layers of a model and print the best balance: which of them make up which partition."""
+    from torchrelay.cli.balance import show
+
+    show(
+        model,
+        partitions,
+        by=by,
+        shape=input_shape,
+        dtype=input_dtype,
+        chunks=chunks,
+        param_scale=param_scale,
+        timeout=timeout,
+        device=device,
+    )
+
+
+@app.command()
 def demo(
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 12,
     seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and of the order of the images.")] = 0,

@@ -1,19 +1,21 @@
 """The balance that follows from a profile."""
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from torchrelay.errors import PlanError
 from torchrelay.planning.balance import balance_cost
-from torchrelay.profiling.layers import check
+from torchrelay.profiling.layers import check, check_type
 from torchrelay.profiling.sizes import profile_sizes
 from torchrelay.profiling.times import profile_times
 from torchrelay.runtime.values import flatten, unflatten
 
-__all__ = ["balance_by_size", "balance_by_time"]
+__all__ = ["balance_by_size", "balance_by_time", "costs_by_size", "costs_by_time"]
+
+Device: TypeAlias = torch.device | str | int | None
 
 
 def balance_by_time(
@@ -22,7 +24,7 @@ def balance_by_time(
     sample: Any,
     *,
     timeout: float = 1.0,
-    device: torch.device | str | int | None = None,
+    device: Device = None,
 ) -> list[int]:
     """The best balance by what the layers' forward and backward take.
 
@@ -52,13 +54,8 @@ def balance_by_time(
         >>> sum(balance_by_time(2, layers, torch.zeros(16, 8), timeout=0.1, device="cpu"))
         4
     """
-    place = _device(device)
-    check(module, sample, place)
-    _check_number("timeout", timeout)
-    if place.type == "meta":
-        raise PlanError("nothing takes time on the meta device: balance by size there, or by time on another")
-    balance_cost([0] * len(module), partitions)  # so that what cannot be divided is not measured first
-    return balance_cost(profile_times(module, sample, timeout, place), partitions)
+    balance_cost([0] * _layers(module), partitions)  # so that what cannot be divided is not measured first
+    return balance_cost(costs_by_time(module, sample, timeout=timeout, device=device), partitions)
 
 
 def balance_by_size(
@@ -68,7 +65,7 @@ def balance_by_size(
     *,
     chunks: int = 1,
     param_scale: float = 2.0,
-    device: torch.device | str | int | None = None,
+    device: Device = None,
 ) -> list[int]:
     """The best balance by the memory that the layers take while a pipeline trains.
 
@@ -102,19 +99,42 @@ def balance_by_size(
         >>> balance_by_size(2, layers, torch.zeros(8, 256), device="cpu")
         [2, 2]
     """
+    balance_cost([0] * _layers(module), partitions)
+    costs = costs_by_size(module, input, chunks=chunks, param_scale=param_scale, device=device)
+    return balance_cost(costs, partitions)
+
+
+def costs_by_time(module: nn.Sequential, sample: Any, *, timeout: float, device: Device) -> list[float]:
+    """What :func:`balance_by_time` divides: seconds."""
     place = _device(device)
-    check(module, input, place)
+    check(module, sample, place)
+    _check_number("timeout", timeout)
+    if place.type == "meta":
+        raise PlanError("nothing takes time on the meta device: balance by size there, or by time on another")
+    return profile_times(module, sample, timeout, place)
+
+
+def costs_by_size(
+    module: nn.Sequential, sample: Any, *, chunks: int, param_scale: float, device: Device
+) -> list[float]:
+    """What :func:`balance_by_size` divides: bytes."""
+    place = _device(device)
+    check(module, sample, place)
     _check_number("param_scale", param_scale)
     if isinstance(chunks, bool) or not isinstance(chunks, int):
         raise TypeError(f"chunks must be an integer, but is {chunks!r}")
     if chunks < 1:
         raise PlanError(f"chunks must be at least 1, but is {chunks}")
-    balance_cost([0] * len(module), partitions)
-    sizes = profile_sizes(module, _first(input, chunks), place)
-    return balance_cost([size.activations + param_scale * size.parameters for size in sizes], partitions)
+    sizes = profile_sizes(module, _first(sample, chunks), place)
+    return [size.activations + param_scale * size.parameters for size in sizes]
 
 
-def _device(device: torch.device | str | int | None) -> torch.device:
+def _layers(module: nn.Sequential) -> int:
+    check_type(module)
+    return len(module)
+
+
+def _device(device: Device) -> torch.device:
     if device is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         place = torch.device("cpu") if accelerator is None else accelerator

@@ -19,7 +19,7 @@ from torchrelay.runtime.boundary import alias, wants_grad
 from torchrelay.runtime.skips import PartitionSkips, SkipRoutes
 from torchrelay.runtime.values import Spec, flatten, unflatten
 
-__all__ = ["ProfiledLayer", "check", "detached", "each_layer"]
+__all__ = ["ProfiledLayer", "check", "check_type", "detached", "each_layer"]
 
 
 class Given:
@@ -84,6 +84,16 @@ class ProfiledLayer:
         self.outputs, self.exported = values[:count], values[count:]
 
 
+def check_type(module: nn.Sequential) -> None:
+    """Whether `module` has layers.
+
+    Raises:
+        TypeError: it is no `nn.Sequential`.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"module must be an nn.Sequential, so that it can be split, but is a {type(module).__name__}")
+
+
 def check(module: nn.Sequential, sample: Any, device: torch.device) -> None:
     """Whether `module` can be profiled.
 
@@ -92,8 +102,7 @@ def check(module: nn.Sequential, sample: Any, device: torch.device) -> None:
         PlanError: a sample without a tensor or without rows; parameters without a shape, or without values on a device
             that would need them.
     """
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(f"module must be an nn.Sequential, so that it can be split, but is a {type(module).__name__}")
+    check_type(module)
     tensors = [leaf for leaf in flatten(sample)[0] if isinstance(leaf, Tensor)]
     if not tensors:
         raise PlanError(f"the sample must hold a tensor to run the layers on, but is a {type(sample).__name__}")
