@@ -32,7 +32,12 @@ class Root(NamedTuple):
 
 def root(output: Tensor) -> Root:
     """The place of `output`, which requires a gradient."""
-    return Root(get_gradient_edge(output) if _STARTS_FROM_EDGES else output, output.device)
+    if not _STARTS_FROM_EDGES:
+        return Root(output, output.device)
+    node = output.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):  # a leaf, or a node of Python's, which must be kept
+        return Root(get_gradient_edge(output), output.device)
+    return Root(GradientEdge(node, output.output_nr), output.device)
 
 
 def gradients(
