@@ -29,6 +29,9 @@ def reads_a_value():
 def breaks():
     raise RuntimeError("no\\nsuch luck")
 
+def interrupts():
+    exec("raise KeyboardInterrupt")
+
 def no_module():
     return [nn.Linear(2, 2)]
 
@@ -55,6 +58,12 @@ def assert_one_sentence(errors: str) -> None:
     assert errors.startswith("torchrelay: ")
     assert errors.count("\n") == 1
     assert errors.endswith("\n")
+
+
+def test_a_command_that_is_interrupted_ends_with_a_status_and_not_by_the_signal(models: str) -> None:
+    done = run("buckets", f"{models}:interrupts")
+    assert done.returncode == 130
+    assert done.stderr == "torchrelay: interrupted\n"
 
 
 def test_it_is_there_under_both_its_names() -> None:

@@ -108,6 +108,34 @@ def test_leaving_the_block_ends_the_ranks() -> None:
     assert not wait_until_gone(ranks.pids, 0)
 
 
+def tell_what_is_held(link: Link, rank: int, count: int) -> None:
+    link.send(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+
+
+TELLER = """
+from test_ranks import tell_what_is_held
+from torchrelay.cli.ranks import started
+
+if __name__ == "__main__":
+    with started(tell_what_is_held, 2) as ranks:
+        for held in ranks.messages():
+            print(held == [2])
+"""
+
+
+def test_every_rank_holds_back_ctrl_c_from_its_first_moment(tmp_path: Path) -> None:
+    script = tmp_path / "teller.py"
+    script.write_text(TELLER)  # a process of its own: it has never started another one
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "True\nTrue\n", done.stderr
+
+
 STARTER = """
 import signal, sys
 from test_ranks import sleep

@@ -19,6 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+_INTERRUPTED = 130
 # What a mistyped option raises is not among typer's public names, but the base of one that is.
 _USAGE_ERROR: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
@@ -121,6 +122,14 @@ def _fail(sentence: str, code: int) -> int:
     return code
 
 
+def _interrupted() -> int:
+    # Python notes a Ctrl-C that leaves an `exec` of text (the makers of dataclasses and named tuples run one, so an
+    # import has many), and under `python -m` obeys the note at its very end, though the exception was caught: the
+    # process would die of the signal instead of returning a status. The next text that is run takes the note back.
+    exec("")
+    return _fail("interrupted", _INTERRUPTED)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line `arguments` (by default the process's own) and returns the exit status.
 
@@ -131,10 +140,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = app(args=words or ["--help"], prog_name="torchrelay", standalone_mode=False)
     except UserError as error:
         return _fail(str(error), 2)
-    except (KeyboardInterrupt, typer.Abort):  # typer turns the one into the other
-        return _fail("interrupted", 130)
+    except (KeyboardInterrupt, typer.Abort):  # older versions of typer turn the one into the other
+        return _interrupted()
     except Exception as error:
         if not isinstance(error, _USAGE_ERROR):
             raise
         return _fail(error.format_message(), 2)
-    return int(status or 0)
+    return _interrupted() if status == _INTERRUPTED else int(status or 0)

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -62,6 +63,9 @@ Work = Callable[..., None]
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
     """Ctrl-C and SIGTERM wait until the block is done. A process that is started inside holds them from the start."""
+    # multiprocessing starts a process of its own with the first one of ours, and lets both signals through afterwards,
+    # whatever held them before. So it comes first.
+    resource_tracker.ensure_running()
     held = {signal.SIGINT, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
