@@ -61,7 +61,7 @@ def assert_one_sentence(errors: str) -> None:
 
 
 def test_a_command_that_is_interrupted_ends_with_a_status_and_not_by_the_signal(models: str) -> None:
-    done = run("buckets", f"{models}:interrupts")
+    done = run("buckets", "--model", f"{models}:interrupts")
     assert done.returncode == 130
     assert done.stderr == "torchrelay: interrupted\n"
 
