@@ -76,7 +76,7 @@ def test_recomputation_comes_right_before_the_backward() -> None:
 
 def test_names_and_an_unknown_one() -> None:
     assert "gpipe" in schedules.names()
-    with pytest.raises(ValueError, match=r"no schedule 'gpippe'; the names are: gpipe"):
+    with pytest.raises(ValueError, match=r'no schedule "gpippe"; the names are: gpipe'):
         schedules.make("gpippe", ranks=1, microbatches=1)
     with pytest.raises(TypeError, match="speed"):
         schedules.make("gpipe", ranks=1, microbatches=1, speed=True)

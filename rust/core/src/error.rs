@@ -1,7 +1,7 @@
 //! The one error of the core. Each variant carries the data, so that a caller can point at what is wrong.
 
 use crate::partition::Problem;
-use crate::schedule::{Action, At, Blocked, Kind};
+use crate::schedule::{Action, At, Blocked, Kind, Maker};
 use crate::skip::SkipProblem;
 use crate::streams::Hazard;
 
@@ -35,6 +35,28 @@ pub enum Error {
         given: String,
         /// What can be chosen.
         known: &'static str,
+    },
+    /// A name that is no schedule's.
+    #[error("there is no schedule {given:?}; the names are: {known}")]
+    UnknownSchedule {
+        /// What was given.
+        given: String,
+        /// What can be chosen.
+        known: String,
+    },
+    /// Numbers for which a schedule is not defined.
+    #[error("{maker} needs {rule}; with {given} {what} it cannot be made, with {} it can", nearest.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or "))]
+    NotPermitted {
+        /// Which schedule.
+        maker: Maker,
+        /// What it needs.
+        rule: String,
+        /// What is counted.
+        what: &'static str,
+        /// What was given.
+        given: usize,
+        /// The nearest that are permitted.
+        nearest: Vec<usize>,
     },
     /// Buckets need a limit of size.
     #[error("the list of bucket size limits is empty; give at least one limit in bytes")]

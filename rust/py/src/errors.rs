@@ -17,6 +17,8 @@ pub fn to_py(error: Error) -> PyErr {
     match error {
         Error::NotPositive { .. }
         | Error::TooLarge { .. }
+        | Error::UnknownSchedule { .. }
+        | Error::NotPermitted { .. }
         | Error::NoLimits
         | Error::NegativeLimit { .. }
         | Error::NegativeSize { .. }

@@ -28,7 +28,7 @@ mod _core {
     #[pymodule_export]
     use crate::readiness::{Readiness, ReadinessHook};
     #[pymodule_export]
-    use crate::schedule::{Action, Costs, Schedule, Simulation, make_gpipe};
+    use crate::schedule::{Action, Costs, Schedule, Simulation, make_gpipe, make_schedule, schedule_names};
     #[pymodule_export]
     use crate::skip::verify_skips;
     #[pymodule_export]

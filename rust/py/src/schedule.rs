@@ -264,6 +264,30 @@ pub fn make_gpipe(
     py.detach(|| core::make_gpipe(ranks, microbatches, options)).map(Schedule).map_err(to_py)
 }
 
+/// The schedule of that name.
+#[pyfunction]
+#[pyo3(signature = (name, ranks, microbatches, *, stages_per_rank=None))]
+pub fn make_schedule(
+    name: &str,
+    ranks: &Bound<'_, PyAny>,
+    microbatches: &Bound<'_, PyAny>,
+    stages_per_rank: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Schedule> {
+    let py = ranks.py();
+    let maker: core::Maker = name.parse().map_err(to_py)?;
+    let (ranks, microbatches) =
+        (count("the number of ranks", ranks)?, count("the number of micro-batches", microbatches)?);
+    let stages_per_rank =
+        stages_per_rank.map(|given| count("the number of stages per rank", given)).transpose()?;
+    py.detach(|| maker.make(ranks, microbatches, stages_per_rank)).map(Schedule).map_err(to_py)
+}
+
+/// The names that `make_schedule` knows.
+#[pyfunction]
+pub fn schedule_names() -> Vec<&'static str> {
+    core::Maker::ALL.iter().map(|maker| maker.name()).collect()
+}
+
 fn no_such(what: &str, given: usize, count: usize) -> PyErr {
     PyIndexError::new_err(format!("there is no {what} {given}, only {count}"))
 }

@@ -5,14 +5,14 @@
 
 mod action;
 mod draw;
-mod gpipe;
 mod json;
+mod makers;
 mod simulate;
 mod verify;
 mod walk;
 
 pub use action::{Action, Kind, MAX_STAGES};
-pub use gpipe::{Gpipe, Recompute, make_gpipe};
+pub use makers::{Gpipe, Maker, Recompute, make_gpipe};
 pub use simulate::{Costs, Simulation, Span};
 pub use verify::At;
 pub use walk::Blocked;

@@ -10,8 +10,9 @@
 
 use std::str::FromStr;
 
-use super::Schedule;
-use super::action::{Action, Kind};
+use super::super::action::{Action, Kind};
+use super::super::{Schedule, checked_ranks};
+use super::Shape;
 use crate::error::{Error, Result};
 
 /// Which micro-batches keep only their input in forward, and are recomputed right before their backward.
@@ -81,29 +82,36 @@ impl Default for Gpipe {
 /// [`Error::NotPositive`](crate::Error::NotPositive) without ranks or micro-batches,
 /// [`Error::TooLarge`](crate::Error::TooLarge) beyond the limits of [`Schedule::new`].
 pub fn make_gpipe(ranks: usize, microbatches: usize, options: Gpipe) -> Result<Schedule> {
-    super::checked_ranks(ranks)?;
+    checked_ranks(ranks)?;
     crate::limits::cells(("the number of micro-batches", microbatches), ("the number of ranks", ranks))?;
-    // Always fits, being within the limit.
-    let m = u32::try_from(microbatches).unwrap_or(u32::MAX);
-    let recomputed = if options.backward { options.recompute.count(m) } else { 0 };
-    let rank_actions = |stage: u16| {
-        let total = microbatches * (1 + usize::from(options.backward)) + recomputed as usize;
-        let mut actions = Vec::with_capacity(total);
-        actions.extend((0..m).map(|i| Action::known(Kind::Forward, stage, i)));
-        let mut back = |i| {
-            if i < recomputed {
-                actions.push(Action::known(Kind::Recompute, stage, i));
-            }
-            actions.push(Action::known(Kind::Backward, stage, i));
-        };
-        match (options.backward, options.ascending) {
-            (true, true) => (0..m).for_each(&mut back),
-            (true, false) => (0..m).rev().for_each(&mut back),
-            (false, _) => {}
-        }
-        actions
-    };
-    let actions = (0..=u16::MAX).take(ranks).map(rank_actions).collect();
+    let actions = (0..ranks).map(|rank| with(microbatches, rank, options)).collect();
     let placement: Vec<_> = (0..ranks).collect();
     Schedule::new("gpipe", &placement, microbatches, options.backward, actions)
+}
+
+/// The list of one rank, with what is chosen by default.
+pub(super) fn list(shape: Shape, rank: usize) -> Vec<Action> {
+    with(shape.m, rank, Gpipe::default())
+}
+
+fn with(microbatches: usize, rank: usize, options: Gpipe) -> Vec<Action> {
+    // Both always fit, being within the limits.
+    let m = u32::try_from(microbatches).unwrap_or(u32::MAX);
+    let stage = u16::try_from(rank).unwrap_or(u16::MAX);
+    let recomputed = if options.backward { options.recompute.count(m) } else { 0 };
+    let total = microbatches * (1 + usize::from(options.backward)) + recomputed as usize;
+    let mut actions = Vec::with_capacity(total);
+    actions.extend((0..m).map(|i| Action::known(Kind::Forward, stage, i)));
+    let mut back = |i| {
+        if i < recomputed {
+            actions.push(Action::known(Kind::Recompute, stage, i));
+        }
+        actions.push(Action::known(Kind::Backward, stage, i));
+    };
+    match (options.backward, options.ascending) {
+        (true, true) => (0..m).for_each(&mut back),
+        (true, false) => (0..m).rev().for_each(&mut back),
+        (false, _) => {}
+    }
+    actions
 }

@@ -1,0 +1,217 @@
+//! The makers: schedules by name, for any number of ranks and micro-batches that their rule permits.
+//!
+//! 1. A maker is a pure function of the shape and a rank: each rank can make its own list without the others'.
+//! 2. What is made passes [`Schedule::verify`].
+//! 3. What a rule does not permit is refused before anything is made, with the nearest numbers that would do.
+
+mod alternating;
+mod dualpipe_v;
+mod gpipe;
+mod interleaved_1f1b;
+mod interleaved_zb;
+mod looped_bfs;
+mod one_f_one_b;
+mod writer;
+mod zb_h1;
+mod zb_h2;
+mod zb_v;
+
+use std::fmt;
+use std::str::FromStr;
+
+pub use gpipe::{Gpipe, Recompute, make_gpipe};
+
+use super::{MAX_STAGES, Schedule};
+use crate::error::{Error, Result};
+use crate::limits;
+use writer::Writer;
+
+/// The size of a schedule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Shape {
+    /// How many ranks.
+    p: usize,
+    /// How many micro-batches.
+    m: usize,
+    /// How many stages each rank holds.
+    v: usize,
+}
+
+/// Declares the makers once, each with its name.
+macro_rules! makers {
+    ($($(#[$doc:meta])* $maker:ident $name:literal;)*) => {
+        /// A schedule that can be made by name.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum Maker { $($(#[$doc])* $maker,)* }
+
+        impl Maker {
+            /// All of them.
+            pub const ALL: &[Self] = &[$(Self::$maker),*];
+
+            /// What it is called.
+            pub const fn name(self) -> &'static str {
+                match self { $(Self::$maker => $name,)* }
+            }
+        }
+    };
+}
+
+makers! {
+    /// All forwards, then all backwards.
+    Gpipe "gpipe";
+    /// One forward, one backward.
+    OneFOneB "1f1b";
+    /// One forward, one backward, with several stages on each rank.
+    Interleaved1F1B "interleaved_1f1b";
+    /// Breadth first: all micro-batches through a stage before the next.
+    LoopedBfs "looped_bfs";
+    /// Interleaved, with weight-gradients postponed into the bubble.
+    InterleavedZb "interleaved_zb";
+    /// Zero-bubble by hand, with the memory of 1f1b.
+    ZbH1 "zb_h1";
+    /// Zero-bubble by hand, with twice that memory.
+    ZbH2 "zb_h2";
+    /// Zero-bubble with two stages on each rank, placed in a V.
+    ZbV "zb_v";
+    /// Forwards and backwards that overlap, with stages in a V.
+    DualpipeV "dualpipe_v";
+}
+
+impl fmt::Display for Maker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Maker {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let known = || Self::ALL.iter().map(|maker| maker.name()).collect::<Vec<_>>().join(", ");
+        let found = Self::ALL.iter().copied().find(|maker| maker.name() == name);
+        found.ok_or_else(|| Error::UnknownSchedule { given: name.to_owned(), known: known() })
+    }
+}
+
+/// How many stages a rank holds.
+enum Stages {
+    /// This many and no other number.
+    Exactly(usize),
+    /// Any number; two unless it is chosen.
+    Any,
+}
+
+impl Maker {
+    /// The schedule of this name; `stages_per_rank` is for those that leave it open, and two by default.
+    ///
+    /// ```
+    /// use torchrelay_core::Maker;
+    ///
+    /// let schedule = Maker::OneFOneB.make(2, 3, None)?;
+    /// let rank = |rank| schedule.actions(rank).unwrap_or_default().iter().map(ToString::to_string).collect::<Vec<_>>();
+    /// assert_eq!(rank(0), ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]);
+    /// assert_eq!(rank(1), ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]);
+    /// # Ok::<(), torchrelay_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NotPositive`] and [`Error::TooLarge`] for numbers beyond the limits of [`Schedule::new`];
+    /// [`Error::NotPermitted`] for those that the schedule's rule does not permit.
+    pub fn make(self, ranks: usize, microbatches: usize, stages_per_rank: Option<usize>) -> Result<Schedule> {
+        let shape = self.shape(ranks, microbatches, stages_per_rank)?;
+        let lists = (0..ranks).map(|rank| self.list(shape, rank)).collect();
+        Schedule::new(self.name(), &self.placement(shape), microbatches, true, lists)
+    }
+
+    /// The list of one rank alone, in time and memory linear in its length: the same that [`Maker::make`] gives that rank.
+    ///
+    /// # Errors
+    /// Those of [`Maker::make`], and [`Error::NoSuchPlace`] if there is no such rank.
+    pub fn make_rank(
+        self,
+        ranks: usize,
+        microbatches: usize,
+        stages_per_rank: Option<usize>,
+        rank: usize,
+    ) -> Result<Vec<super::Action>> {
+        let shape = self.shape(ranks, microbatches, stages_per_rank)?;
+        if rank >= ranks {
+            return Err(Error::NoSuchPlace { what: "rank", position: 0, index: rank, count: ranks });
+        }
+        Ok(self.list(shape, rank))
+    }
+
+    const fn stages(self) -> Stages {
+        match self {
+            Self::Gpipe | Self::OneFOneB | Self::ZbH1 | Self::ZbH2 => Stages::Exactly(1),
+            Self::ZbV | Self::DualpipeV => Stages::Exactly(2),
+            Self::Interleaved1F1B | Self::LoopedBfs | Self::InterleavedZb => Stages::Any,
+        }
+    }
+
+    /// Whether the second half of the stages goes back the way of the first; else every `p` stages begin at rank 0 again.
+    const fn in_a_v(self) -> bool {
+        matches!(self, Self::ZbV | Self::DualpipeV)
+    }
+
+    /// The rank of each stage.
+    fn placement(self, Shape { p, v, .. }: Shape) -> Vec<usize> {
+        if self.in_a_v() { (0..p).chain((0..p).rev()).collect() } else { (0..v).flat_map(|_| 0..p).collect() }
+    }
+
+    /// The shape, if the limits and the rule permit it.
+    fn shape(self, ranks: usize, microbatches: usize, stages_per_rank: Option<usize>) -> Result<Shape> {
+        super::checked_ranks(ranks)?;
+        let v = match (self.stages(), stages_per_rank) {
+            (_, Some(0)) => {
+                return Err(Error::NotPositive { what: "the number of stages per rank", value: 0 });
+            }
+            (Stages::Any, given) => given.unwrap_or(2),
+            (Stages::Exactly(v), None) => v,
+            (Stages::Exactly(v), Some(given)) if given == v => v,
+            (Stages::Exactly(v), Some(given)) => {
+                return Err(Error::NotPermitted {
+                    maker: self,
+                    rule: format!("exactly {v} stage{} on each rank", if v == 1 { "" } else { "s" }),
+                    what: "stages per rank",
+                    given,
+                    nearest: vec![v],
+                });
+            }
+        };
+        let stages = ranks.saturating_mul(v);
+        if stages > MAX_STAGES {
+            return Err(Error::TooLarge {
+                what: "the number of stages",
+                value: stages as u128,
+                limit: MAX_STAGES,
+            });
+        }
+        limits::cells(("the number of micro-batches", microbatches), ("the number of stages", stages))?;
+        let shape = Shape { p: ranks, m: microbatches, v };
+        match self {
+            Self::Interleaved1F1B | Self::InterleavedZb => interleaved_1f1b::check(self, shape)?,
+            Self::DualpipeV => dualpipe_v::check(shape)?,
+            _ => {}
+        }
+        Ok(shape)
+    }
+
+    fn list(self, shape: Shape, rank: usize) -> Vec<super::Action> {
+        let Shape { p, v, .. } = shape;
+        let v_turn = self.in_a_v();
+        let stage = |chunk| if v_turn && chunk == 1 { 2 * p - 1 - rank } else { chunk * p + rank };
+        let writer = Writer::new((0..v).map(stage));
+        match self {
+            Self::Gpipe => gpipe::list(shape, rank),
+            Self::OneFOneB => one_f_one_b::list(shape, rank, writer),
+            Self::Interleaved1F1B => interleaved_1f1b::list(shape, rank, writer),
+            Self::LoopedBfs => looped_bfs::list(shape, writer),
+            Self::InterleavedZb => interleaved_zb::list(shape, rank, writer),
+            Self::ZbH1 => zb_h1::list(shape, rank, writer),
+            Self::ZbH2 => zb_h2::list(shape, rank, writer),
+            Self::ZbV => zb_v::list(shape, rank, writer),
+            Self::DualpipeV => dualpipe_v::list(shape, rank, writer),
+        }
+    }
+}
