@@ -173,9 +173,20 @@ pub enum Error {
         /// How many ranks there are.
         ranks: usize,
     },
+    /// A pair that cannot be carried out as one.
+    #[error(
+        "rank {rank}, position {position}: only a forward (F) and a backward (B or I) right after it overlap, \
+         and an action overlaps with one other"
+    )]
+    BadOverlap {
+        /// The rank.
+        rank: usize,
+        /// Where the first of the two would stand.
+        position: usize,
+    },
     /// A text that is not a schedule.
     #[error("not a schedule: line {line}, column {column}: {reason}")]
-    Json {
+    Text {
         /// Counted from 1.
         line: usize,
         /// Counted from 1.

@@ -27,8 +27,8 @@ pub use error::{Error, Result};
 pub use limits::MAX_CELLS;
 pub use partition::{Member, MemberKind, Occurrence, Problem, verify_partition};
 pub use schedule::{
-    Action, At, Blocked, Costs, Gpipe, Kind, MAX_STAGES, Maker, Recompute, Schedule, Simulation, Span,
-    make_gpipe,
+    Action, At, Blocked, Costs, Entry, Gpipe, Kind, MAX_STAGES, Maker, Placement, Recompute, Schedule,
+    Simulation, Span, make_gpipe,
 };
 pub use skip::{Skip, SkipProblem, SkipRole, SkipUse, verify_skips};
 pub use streams::{

@@ -38,7 +38,8 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::NoSuchRank { .. }
         | Error::DevicesDiffer { .. }
         | Error::SplitBackward { .. }
-        | Error::Json { .. } => PlanError::new_err(message),
+        | Error::BadOverlap { .. }
+        | Error::Text { .. } => PlanError::new_err(message),
         Error::NoSuchStage { .. }
         | Error::NoSuchMicrobatch { .. }
         | Error::Misplaced { .. }

@@ -66,6 +66,13 @@ impl Action {
     }
 }
 
+/// What stands in a rank's list: an action, or a tuple of two that overlap.
+#[derive(FromPyObject)]
+enum Entry {
+    Single(Action),
+    Overlap(Action, Action),
+}
+
 /// What each rank does in one step, in order.
 #[pyclass(frozen, eq, hash, module = "torchrelay._core")]
 #[derive(PartialEq, Eq, Hash)]
@@ -85,13 +92,29 @@ impl Schedule {
         name: String,
         placement: &Bound<'_, PyAny>,
         microbatches: &Bound<'_, PyAny>,
-        actions: Vec<Vec<Action>>,
+        actions: Vec<Vec<Entry>>,
         backward: bool,
     ) -> PyResult<Self> {
         let placement = counts("the rank of the stage", placement)?;
         let microbatches = count("the number of micro-batches", microbatches)?;
-        let actions = actions.into_iter().map(|rank| rank.into_iter().map(|action| action.0).collect());
-        core::Schedule::new(name, &placement, microbatches, backward, actions.collect())
+        let (mut lists, mut overlaps) =
+            (Vec::with_capacity(actions.len()), Vec::with_capacity(actions.len()));
+        for entries in actions {
+            let (mut list, mut pairs) = (Vec::with_capacity(entries.len()), Vec::new());
+            for entry in entries {
+                match entry {
+                    Entry::Single(action) => list.push(action.0),
+                    Entry::Overlap(first, second) => {
+                        pairs.push(list.len());
+                        list.extend([first.0, second.0]);
+                    }
+                }
+            }
+            lists.push(list);
+            overlaps.push(pairs);
+        }
+        core::Schedule::new(name, &placement, microbatches, backward, lists)
+            .and_then(|schedule| schedule.with_overlaps(overlaps))
             .map(Self)
             .map_err(to_py)
     }
@@ -128,6 +151,22 @@ impl Schedule {
         PyList::new(py, actions.iter().map(|&action| Action(action)))
     }
 
+    /// Where a rank's overlapping pairs begin.
+    fn overlaps<'py>(&self, rank: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+        let py = rank.py();
+        let rank = count("the rank", rank)?;
+        if rank >= self.0.ranks() {
+            return Err(no_such("rank", rank, self.0.ranks()));
+        }
+        PyList::new(py, self.0.overlaps(rank))
+    }
+
+    /// The rank of each stage.
+    #[getter]
+    fn placement<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        PyList::new(py, self.0.placement())
+    }
+
     /// The rank that holds a stage.
     fn rank_of(&self, stage: &Bound<'_, PyAny>) -> PyResult<usize> {
         let stage = count("the stage", stage)?;
@@ -150,6 +189,18 @@ impl Schedule {
     #[pyo3(signature = (width=80))]
     fn draw(&self, py: Python<'_>, width: usize) -> String {
         py.detach(|| self.0.draw(width))
+    }
+
+    /// The schedule as CSV, as torch reads it.
+    fn to_csv(&self, py: Python<'_>) -> String {
+        py.detach(|| self.0.to_csv())
+    }
+
+    /// The schedule that was written as CSV, by torch or here.
+    #[classmethod]
+    #[pyo3(signature = (text, *, name="csv"))]
+    fn from_csv(_class: &Bound<'_, PyType>, py: Python<'_>, text: &str, name: &str) -> PyResult<Self> {
+        py.detach(|| core::Schedule::from_csv(name, text)).map(Self).map_err(to_py)
     }
 
     /// The schedule as JSON.

@@ -41,6 +41,21 @@ macro_rules! kinds {
     };
 }
 
+impl Kind {
+    /// Whether an action of this kind belongs to the backward, so that there is none in inference.
+    pub const fn of_backward(self) -> bool {
+        !matches!(
+            self,
+            Self::Forward
+                | Self::SendForward
+                | Self::RecvForward
+                | Self::WaitSendForward
+                | Self::Unshard
+                | Self::Reshard
+        )
+    }
+}
+
 kinds! {
     /// The forward of one stage for one micro-batch.
     Forward "F" true;
@@ -207,7 +222,7 @@ fn number<'a>(text: &str, rest: &'a str) -> Result<(usize, &'a str)> {
     digits.parse().map(|value| (value, after)).map_err(|_| refused(text, start, "expected a number"))
 }
 
-fn refused(text: &str, bytes_before: usize, reason: &'static str) -> Error {
+pub(super) fn refused(text: &str, bytes_before: usize, reason: &'static str) -> Error {
     const READABLE: usize = 40;
     let column = text.get(..bytes_before).map_or(1, |before| before.chars().count() + 1);
     Error::ActionText { text: text.chars().take(READABLE).collect(), column, reason }

@@ -4,15 +4,20 @@
 //! it out follows each rank's list from first to last, waiting only for the actions of other ranks that one needs.
 
 mod action;
+mod csv;
 mod draw;
+mod entry;
 mod json;
 mod makers;
+mod placement;
 mod simulate;
 mod verify;
 mod walk;
 
 pub use action::{Action, Kind, MAX_STAGES};
+pub use entry::Entry;
 pub use makers::{Gpipe, Maker, Recompute, make_gpipe};
+pub use placement::Placement;
 pub use simulate::{Costs, Simulation, Span};
 pub use verify::At;
 pub use walk::Blocked;
@@ -29,6 +34,8 @@ pub struct Schedule {
     microbatches: usize,
     backward: bool,
     actions: Vec<Vec<Action>>,
+    /// Per rank, in ascending order, the positions of actions that overlap with the one after them.
+    overlaps: Vec<Vec<usize>>,
 }
 
 impl Schedule {
@@ -59,7 +66,33 @@ impl Schedule {
             _ => Err(Error::NoSuchRank { stage, rank, ranks }),
         };
         let placement = placement.iter().enumerate().map(narrow).collect::<Result<_>>()?;
-        Ok(Self { name: name.into(), placement, microbatches, backward, actions })
+        let overlaps = vec![Vec::new(); ranks];
+        Ok(Self { name: name.into(), placement, microbatches, backward, actions, overlaps })
+    }
+
+    /// The same, with pairs of actions that are carried out as one: of each pair the position of the first, per rank in
+    /// ascending order. A rank beyond the end of `overlaps` has none.
+    ///
+    /// # Errors
+    /// [`Error::BadOverlap`] for a pair that is not a forward and a backward (B or I) one after the other, or that shares an
+    /// action with the pair before.
+    pub fn with_overlaps(mut self, overlaps: Vec<Vec<usize>>) -> Result<Self> {
+        for (rank, positions) in overlaps.iter().enumerate() {
+            let actions = self.actions(rank).unwrap_or_default();
+            let mut free = 0;
+            for &position in positions {
+                let pair = actions.get(position).zip(actions.get(position.saturating_add(1)));
+                let fits =
+                    pair.is_some_and(|(first, second)| entry::may_overlap(first.kind(), second.kind()));
+                if !fits || position < free {
+                    return Err(Error::BadOverlap { rank, position });
+                }
+                free = position + 2;
+            }
+        }
+        self.overlaps = overlaps;
+        self.overlaps.resize(self.ranks(), Vec::new());
+        Ok(self)
     }
 
     /// The name of the maker, or what the caller chose.
@@ -95,6 +128,30 @@ impl Schedule {
     /// The rank that holds a stage; `None` if there is no such stage.
     pub fn rank_of(&self, stage: usize) -> Option<usize> {
         self.placement.get(stage).map(|&rank| usize::from(rank))
+    }
+
+    /// The rank of each stage.
+    pub fn placement(&self) -> impl ExactSizeIterator<Item = usize> {
+        self.placement.iter().map(|&rank| usize::from(rank))
+    }
+
+    /// Where a rank's overlapping pairs begin, in ascending order; empty if there is no such rank.
+    pub fn overlaps(&self, rank: usize) -> &[usize] {
+        self.overlaps.get(rank).map_or(&[], Vec::as_slice)
+    }
+
+    /// A rank's actions, those that overlap as one entry; empty if there is no such rank.
+    pub fn entries(&self, rank: usize) -> impl Iterator<Item = Entry> {
+        let mut actions = self.actions(rank).unwrap_or_default().iter().copied().enumerate();
+        let mut overlaps = self.overlaps(rank).iter().copied().peekable();
+        std::iter::from_fn(move || {
+            let (position, first) = actions.next()?;
+            if overlaps.next_if_eq(&position).is_none() {
+                return Some(Entry::Single(first));
+            }
+            let (_, second) = actions.next()?;
+            Some(Entry::Overlap(first, second))
+        })
     }
 
     /// The place of a pair in a table with a row per stage.

@@ -1,0 +1,157 @@
+"""Schedules as text: what `torch.distributed.pipelining` writes is read here, and what is written here is read there.
+
+The installed torch is the oracle. Its classes are used without a process group: only what reads, writes, checks and
+lowers schedules is called, on objects that hold the few numbers it looks at.
+"""
+
+import csv
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrelay import schedules
+from torchrelay.errors import PlanError
+from torchrelay.schedules import Action, Schedule
+
+pipelining: ModuleType = pytest.importorskip("torch.distributed.pipelining.schedules")
+KINDS = [kind.value for kind in pipelining._ComputationType if kind.value != "OVERLAP_F_B"]
+WHOLE_STEP = {"UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD"}
+
+
+def torch_runtime(ranks: int, stages: int, microbatches: int) -> Any:
+    """A runtime of torch that can load, lower and dump schedules, and nothing more."""
+    runtime = object.__new__(pipelining._PipelineScheduleRuntime)
+    runtime.__dict__.update(
+        pp_group_size=ranks,
+        _num_stages=stages,
+        _n_microbatches=microbatches,
+        _stages=[],
+        pipeline_order={},
+        _defer_pp_recv=False,
+        _max_active_stages=3,
+        _unshard_lookahead="full",
+        _defer_reduce_grad_wait=False,
+        _max_outstanding_sends=None,
+    )
+    return runtime
+
+
+def torch_order(name: str, ranks: int, microbatches: int) -> dict[int, list[Any]]:
+    """What torch's maker of that name plans for two stages on every rank."""
+    maker = object.__new__(getattr(pipelining, name))
+    rounds = max(1, microbatches // ranks)
+    maker.__dict__.update(
+        pp_group_size=ranks,
+        n_local_stages=2,
+        _stages=[None] * 2,
+        _num_stages=2 * ranks,
+        num_stages=2 * ranks,
+        _n_microbatches=microbatches,
+        number_of_rounds=rounds,
+        microbatches_per_round=microbatches // rounds,
+    )
+    order = {}
+    for rank in range(ranks):
+        maker.rank = rank
+        order[rank] = maker._calculate_single_rank_operations(rank)
+    return order
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 999), st.integers(0, 99_999))
+def test_actions_are_written_and_read_as_by_torch(kind: str, stage: int, microbatch: int) -> None:
+    ours = Action(kind, stage, None if kind in WHOLE_STEP else microbatch)
+    theirs = pipelining._Action(stage, pipelining._ComputationType(kind), ours.microbatch)
+    assert str(ours) == str(theirs)
+    assert Action.parse(str(theirs)) == ours
+    assert pipelining._Action.from_str(str(ours)) == theirs
+
+
+def test_every_kind_of_torch_is_known() -> None:
+    assert {Action(kind, 0, None if kind in WHOLE_STEP else 0).kind for kind in KINDS} == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    "name", ["ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
+)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 16)])
+def test_files_of_torch_are_read(name: str, ranks: int, microbatches: int, tmp_path: Path) -> None:
+    runtime = torch_runtime(ranks, 2 * ranks, microbatches)
+    runtime.pipeline_order = torch_order(name, ranks, microbatches)
+    path = tmp_path / "schedule.csv"
+    runtime._dump_csv(path, "compute_only")
+    schedule = Schedule.from_csv(path.read_text(), name=name)
+    schedule.verify()
+    assert (schedule.name, schedule.ranks, schedule.stages) == (name, ranks, 2 * ranks)
+    assert (schedule.microbatches, schedule.backward) == (microbatches, True)
+
+    def parts(action: Any) -> list[str]:
+        return [str(part) for part in action.sub_actions or (action,)]
+
+    for rank, planned in runtime.pipeline_order.items():
+        flat = [part for action in planned if action is not None for part in parts(action)]
+        assert [str(action) for action in schedule.actions(rank)] == flat
+        pairs = [str(action) for action in planned if action is not None and action.sub_actions]
+        assert len(schedule.overlaps(rank)) == len(pairs)
+
+    # What is written of it is what torch writes of it, but for the idle cells.
+    path.write_text(schedule.to_csv())
+    again = torch_runtime(ranks, 2 * ranks, microbatches)
+    again._load_csv(path, "compute_only")
+    assert again.pipeline_order == {
+        rank: [action for action in planned if action is not None] for rank, planned in runtime.pipeline_order.items()
+    }
+    assert again.stage_index_to_group_rank == dict(enumerate(schedule.placement))
+    with path.open(newline="") as file:
+        assert [",".join(row) for row in csv.reader(file)] == schedule.to_csv().splitlines()
+
+    # A lowered file is read and written to the letter.
+    again._dump_csv(path, "compute_comms")
+    lowered = Schedule.from_csv(path.read_text())
+    assert lowered.to_csv() == path.read_text()
+    assert lowered.placement == schedule.placement
+
+
+def test_pairs_overlap() -> None:
+    forward, backward = Action("F", 0, 1), Action("B", 0, 0)
+    schedule = Schedule("pairs", [0], 2, [[Action("F", 0, 0), (forward, backward), Action("B", 0, 1)]])
+    assert schedule.actions(0)[1:3] == [forward, backward]
+    assert (schedule.overlaps(0), schedule.placement) == ([1], [0])
+    assert schedule.to_csv() == "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"
+    assert Schedule.from_csv(schedule.to_csv(), name="pairs") == schedule
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    assert schedule != Schedule("pairs", [0], 2, [schedule.actions(0)])
+    with pytest.raises(PlanError, match="rank 0, position 0: only a forward"):
+        Schedule("pairs", [0], 2, [[(backward, forward)]])
+    with pytest.raises(IndexError, match="no rank 1, only 1"):
+        schedule.overlaps(1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0junk", "line 1, column 8"),
+        ("0F0,0B0\n1F0,1B-1", "line 2, column 6"),
+        ("0F0,0FLUSH0", "line 1, column 6"),
+        (
+            "0F0,0F1,0B0,0B1\n1F0,1F1,1B0",
+            "line 2, column 12: the row ends 1 cell before the longest, and 1B1 is missing",
+        ),
+        ("", "line 1, column 1"),
+    ],
+)
+def test_what_is_no_schedule_is_refused_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=f"not a schedule: {message}"):
+        Schedule.from_csv(text)
+
+
+def test_our_files_are_read_by_torch(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.csv"
+    for name in schedules.names():
+        schedule = schedules.make(name, ranks=4, microbatches=8)
+        path.write_text(schedule.to_csv())
+        runtime = torch_runtime(schedule.ranks, schedule.stages, 8)
+        runtime._load_csv(path, "compute_only")
+        assert runtime.stage_index_to_group_rank == dict(enumerate(schedule.placement))
