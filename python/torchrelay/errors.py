@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 __all__ = [
+    "CommHookError",
     "PartitionError",
     "PartitionIndexError",
     "PlanError",
@@ -67,3 +68,7 @@ class ReductionError(TorchrelayError, RuntimeError):
 
 class RankMismatchError(ReductionError):
     """The ranks hold different models; the message names the first parameter that differs and both sides' values."""
+
+
+class CommHookError(ReductionError):
+    """A communication hook did not do what it must; the message names the hook and the bucket, and says what would."""

@@ -18,6 +18,8 @@ What the reducer keeps to:
 Which parameters were used, and which rank has met trouble, travels as extra elements of the last bucket.
 """
 
+import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -28,9 +30,11 @@ from torch.autograd import Variable
 
 from torchrelay._core import Readiness
 from torchrelay.data_parallel.averaging import Averager, Work
+from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.parameters import Inventory
 from torchrelay.data_parallel.storage import BucketStorage
-from torchrelay.errors import ReductionError
+from torchrelay.data_parallel.weights import Share
+from torchrelay.errors import CommHookError, ReductionError
 from torchrelay.planning.bucket_plan import Bucket, BucketPlan
 
 __all__ = ["Reducer"]
@@ -46,15 +50,28 @@ class Reducer:
         plan: Their buckets; at least one.
         group: The ranks.
         as_views: Whether gradients become views of the buckets' memory.
+        hook: What is called for a bucket in place of the average, if anything.
 
     Attributes:
         enabled: Whether backwards that begin from now on are reduced.
+        weight: How much this rank counts in those, if ranks differ in that; None on all ranks, or on none.
         backwards: How many reduced backwards have been completed.
     """
 
-    def __init__(self, inventory: Inventory, plan: BucketPlan, group: dist.ProcessGroup, *, as_views: bool) -> None:
+    def __init__(
+        self,
+        inventory: Inventory,
+        plan: BucketPlan,
+        group: dist.ProcessGroup,
+        *,
+        as_views: bool,
+        hook: CommHook | None = None,
+    ) -> None:
         self.enabled = True
+        self.weight: float | None = None
         self.backwards = 0
+        self._hook = hook
+        self._share: Share | None = None
         self._names = inventory.names
         self._buckets = plan.buckets
         self._rank = dist.get_rank(group)
@@ -62,7 +79,9 @@ class Reducer:
         flags = len(inventory.tensors) + self._average.world_size
         last = len(plan.buckets) - 1
         self._storage = [
-            BucketStorage(bucket, inventory.tensors, as_views=as_views, extra=flags if bucket.index == last else 0)
+            BucketStorage(
+                bucket, inventory.tensors, as_views=as_views, extra=flags if bucket.index == last else 0, hook=hook
+            )
             for bucket in plan.buckets
         ]
         tail = self._storage[-1].tail
@@ -71,6 +90,7 @@ class Reducer:
         self._reducing = False
         self._launched = 0
         self._bare: frozenset[int] = frozenset()
+        self._muted = False
         self._flying: dict[int, Work] = {}
         self._adrift: list[BucketStorage] = []
         self._readiness = Readiness(
@@ -113,24 +133,36 @@ class Reducer:
             self._reducing = self.enabled
             self._launched = 0
             self._bare = frozenset()
+            self._muted = False
+            self._share = self._weigh() if self._reducing and self.weight is not None else None
             self._readiness.start(self._reducing)
+
+    def _weigh(self) -> Share:
+        assert self.weight is not None
+        return Share(self._average.group, self.weight, self._used.device)
 
     def _launch_ready(self, stop: int) -> None:
         with self._lock, torch.no_grad():
-            self._launch(stop, frozenset())
+            # Several of autograd's threads may bring the news, and not in order: what counts is how far the plan may
+            # go. A bucket whose turn has not come by a hook's rules goes with the next news, or at the end.
+            while self._launched < stop and not (self._hook is not None and self._hook.busy):
+                self._launch_next(frozenset())
 
-    def _launch(self, stop: int, unused: frozenset[int]) -> None:
-        # Several of autograd's threads may bring the news, and not in order: what counts is how far the plan may go.
-        while self._launched < stop:
-            storage = self._storage[self._launched]
-            self._bare |= storage.gather(unused, self._flying)
-            if storage is self._storage[-1]:
-                self._fill_tail(unused | self._bare)
-            self._launched += 1  # from here on something of it may have been sent
-            try:
-                storage.send(self._average, self._flying)
-            except Exception as error:
+    def _launch_next(self, unused: frozenset[int]) -> None:
+        storage = self._storage[self._launched]
+        self._bare |= storage.gather(unused, self._flying)
+        if storage is self._storage[-1]:
+            self._fill_tail(unused | self._bare)
+        self._launched += 1  # from here on something of it may have been sent
+        try:
+            storage.send(self._average, self._flying, self._share)
+        except Exception as error:
+            if self._hook is None:
                 raise self._failure("could not be sent", storage.bucket, error) from error
+            self._muted = True
+            if sys.version_info >= (3, 11):
+                error.add_note(f"raised by the communication hook {self._hook.name} {self._place(storage.bucket)}")
+            raise
 
     def _end(self) -> None:
         """The outermost backward is over, without error so far."""
@@ -148,7 +180,13 @@ class Reducer:
             self._readiness.finish()
 
     def _reduce_rest(self) -> None:
-        self._launch(len(self._storage), frozenset(self._readiness.unused))
+        unused_here = frozenset(self._readiness.unused)
+        while self._launched < len(self._storage):
+            if self._hook is not None:
+                self._hook.drain()
+            self._launch_next(unused_here)
+        if self._hook is not None:
+            self._finish_hooks()
         for storage in self._storage:
             self._wait(storage)
         self._raise_trouble(self._readiness.late)
@@ -160,6 +198,22 @@ class Reducer:
         for storage in self._storage:
             storage.write_back(unused.intersection(storage.bucket.members), untouched)
         self.backwards += 1
+
+    def _finish_hooks(self) -> None:
+        """Waits for what the hooks have started; only then is sent what travels with the last bucket otherwise."""
+        problem: Exception | None = None
+        try:
+            for storage in self._storage:
+                self._wait(storage)
+        except ReductionError as error:
+            problem = error
+        if problem is not None:
+            self._trouble[self._rank] = 1
+        self._storage[-1].send_tail(self._average)
+        if problem is not None:
+            with contextlib.suppress(Exception):  # the first error is what there is to tell
+                self._storage[-1].wait()
+            raise problem
 
     def _fill_tail(self, unused: frozenset[int]) -> None:
         """What travels with the last bucket; all other gradients have been gathered by then."""
@@ -189,14 +243,21 @@ class Reducer:
     def _wait(self, storage: BucketStorage) -> None:
         try:
             storage.wait()
+        except CommHookError:  # says all there is to say
+            raise
         except Exception as error:
             raise self._failure("did not come through", storage.bucket, error) from error
 
-    def _failure(self, what: str, bucket: Bucket, error: Exception) -> ReductionError:
+    def _place(self, bucket: Bucket) -> str:
         names = ", ".join(bucket.names[:_NAMES_SHOWN]) + ", ..." * (len(bucket.names) > _NAMES_SHOWN)
-        return ReductionError(
+        return (
             f"on rank {self._rank} of {self._average.world_size}, in backward {self.backwards}, bucket {bucket.index} "
-            f"of {len(self._buckets)} ({names}) {what}: {_first_line(error)}. Another rank may have failed, "
+            f"of {len(self._buckets)} ({names})"
+        )
+
+    def _failure(self, what: str, bucket: Bucket, error: Exception) -> ReductionError:
+        return ReductionError(
+            f"{self._place(bucket)} {what}: {_first_line(error)}. Another rank may have failed, "
             "have left, or not have run this backward"
         )
 
@@ -204,22 +265,32 @@ class Reducer:
         """The backward has failed: an error in it, or in a hook, is on its way to the caller.
 
         Other ranks may have sent the same buckets and wait for the rest. It is sent with a flag that tells them; nobody
-        waits for it here.
+        waits for it here. If a hook has failed, what it has sent is not known, and nothing that is sent would meet what
+        the others send.
         """
         with self._lock, torch.no_grad():
-            if self._reducing:
+            if self._reducing and not self._muted:
                 self._used.zero_()
                 self._trouble.zero_()
                 self._trouble[self._rank] = 1
                 try:
-                    for storage in self._storage[self._launched :]:
-                        storage.gather_nothing()
-                        storage.send(self._average, self._flying)
+                    self._send_nothing(self._storage[self._launched :])
                 except Exception:  # the transport is down, so nobody waits; and the caller has the first error already
                     self._launched = len(self._storage)
                 self._adrift = list(self._storage)
             self._flying.clear()
             self._readiness.abandon()
+
+    def _send_nothing(self, storages: list[BucketStorage]) -> None:
+        """The messages of these buckets, without any gradient in them."""
+        for storage in storages:
+            storage.gather_nothing()
+            if self._hook is not None:
+                self._hook.drain()
+            storage.send(self._average, self._flying, None)
+        if self._hook is not None:
+            self._hook.drain()
+            self._storage[-1].send_tail(self._average)
 
     def _settle(self) -> None:
         """Waits for what an abandoned backward has sent, before its memory is used again."""

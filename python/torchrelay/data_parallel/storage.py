@@ -7,7 +7,8 @@ Three kinds of gradients share a bucket's turn, each with its own way:
     sparse  averaged as sparse tensors; the only kind in its bucket
 
 Which kind a parameter is depends on its facts alone, so every rank sends the same messages in the same order, whatever
-gradients it has. In the flat tensor each gradient has its parameter's strides.
+gradients it has. In the flat tensor each gradient has its parameter's strides. A communication hook wants a bucket's
+gradients in one piece, so with one there are no large ones, and what is no gradient has a message of its own.
 """
 
 import dataclasses
@@ -17,6 +18,9 @@ import torch
 from torch import nn
 
 from torchrelay.data_parallel.averaging import Averager, Work
+from torchrelay.data_parallel.comm_hook import CommHook, GradBucket, HookWork
+from torchrelay.data_parallel.layout import is_dense, views_of
+from torchrelay.data_parallel.weights import Share
 from torchrelay.errors import ReductionError
 from torchrelay.planning.bucket_plan import Bucket
 
@@ -41,24 +45,36 @@ class BucketStorage:
         bucket: Its plan.
         parameters: All planned parameters, in order of definition.
         as_views: Whether gradients become views of the flat tensor.
-        extra: How many elements the flat tensor has besides the gradients, for the owner's use: see `tail`.
+        extra: How many numbers travel with the gradients, for the owner's use: see `tail`.
+        hook: What is called in place of the average, if anything.
     """
 
-    def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter], *, as_views: bool, extra: int) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        parameters: Sequence[nn.Parameter],
+        *,
+        as_views: bool,
+        extra: int,
+        hook: CommHook | None = None,
+    ) -> None:
         self.bucket = bucket
         self.as_views = as_views
+        self._hook = hook
         members = [(member, parameters[member]) for member in bucket.members]
         self._small: list[tuple[int, nn.Parameter]] = []
         self._large: list[tuple[int, nn.Parameter]] = []
         for member, parameter in members:
-            alone = bucket.sparse or parameter.numel() * parameter.element_size() >= LARGE_BYTES
-            (self._large if alone else self._small).append((member, parameter))
+            large = hook is None and parameter.numel() * parameter.element_size() >= LARGE_BYTES
+            (self._large if large or bucket.sparse else self._small).append((member, parameter))
         first = members[0][1]
         dtype = torch.float32 if bucket.sparse else first.dtype
         size = sum(parameter.numel() for _, parameter in self._small)
-        self._flat = torch.zeros(size + extra, dtype=dtype, device=first.device)
-        self.tail = self._flat[size:]
-        self._views = _views(self._flat, [parameter for _, parameter in self._small])
+        joined = extra if hook is None else 0
+        self._flat = torch.zeros(size + joined, dtype=dtype, device=first.device)
+        self._gradients = self._flat[:size]
+        self.tail = self._flat[size:] if hook is None else torch.zeros(extra, device=first.device)
+        self._views = views_of(self._flat, [parameter for _, parameter in self._small])
         self._kept: dict[int, torch.Tensor] = {}
         self._sent: list[_Sent] = []
         self._works: list[Work] = []
@@ -86,10 +102,24 @@ class BucketStorage:
 
     def gather_nothing(self) -> None:
         """Prepares the messages of `gather` with no gradient in them, for ranks that wait for this one."""
+        if self._hook is not None:
+            self._gradients.zero_()
         self._sent = [_Sent(member, self._blank(parameter), own=False) for member, parameter in self._large]
 
-    def send(self, average: Averager, flying: dict[int, Work]) -> None:
-        """Starts to average what was gathered, and adds to `flying` what is averaged in place."""
+    def send(self, average: Averager, flying: dict[int, Work], share: Share | None) -> None:
+        """Starts to average what was gathered, and adds to `flying` what is averaged in place.
+
+        Args:
+            average: What averages.
+            flying: As for `gather`.
+            share: How much this rank's gradients count, if not as much as any other's.
+        """
+        if share is not None:
+            for gradient in (self._gradients, *(sent.tensor for sent in self._sent)):
+                share.apply(gradient)
+        if self._hook is not None:
+            self._call(self._hook)
+            return
         if self._flat.numel():
             self._works.append(average.start(self._flat))
         for sent in self._sent:
@@ -98,11 +128,25 @@ class BucketStorage:
                 if sent.own:
                     flying[sent.tensor.data_ptr()] = self._works[-1]
 
+    def send_tail(self, average: Averager) -> None:
+        """Starts to average the tail, where a hook has been called for the gradients."""
+        self._works.append(average.start(self.tail))
+
+    def _call(self, hook: CommHook) -> None:
+        """The hook, for the flat tensor or the one sparse gradient."""
+        target = self._sent[0].tensor if self.bucket.sparse else self._gradients
+        buffer = target if self.bucket.sparse else target[:]  # a hook may resize it
+        parameters = [parameter for _, parameter in (self._large or self._small)]
+        bucket = GradBucket(self.bucket, buffer, parameters, is_last=bool(self.tail.numel()))
+        self._works.append(hook.start(bucket, target))
+
     def wait(self) -> None:
         """Returns when the means are there; raises what the transport raised."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
+            if isinstance(work, HookWork) and self.bucket.sparse and self._sent:
+                self._sent[0].tensor = work.result
 
     def write_back(self, unused: Collection[int], untouched: Collection[int]) -> None:
         """Makes the means the parameters' gradients.
@@ -209,30 +253,8 @@ class BucketStorage:
             indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
             values = parameter.new_empty((0, *parameter.shape[1:]))
             return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True).coalesce()
-        strides = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+        strides = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
         return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device).zero_()
-
-
-def _views(flat: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    views, offset = [], 0
-    for parameter in parameters:
-        if _is_dense(parameter):
-            views.append(flat.as_strided(parameter.shape, parameter.stride(), offset))
-        else:
-            views.append(flat[offset : offset + parameter.numel()].view(parameter.shape))
-        offset += parameter.numel()
-    return views
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a piece of memory without gap or overlap, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _reducible_in_place(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
@@ -243,7 +265,7 @@ def _reducible_in_place(gradient: torch.Tensor, parameter: nn.Parameter) -> bool
         gradient.layout == torch.strided
         and not gradient.requires_grad
         and gradient.stride() == parameter.stride()
-        and _is_dense(gradient)
+        and is_dense(gradient)
         and gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
     )
 

@@ -12,10 +12,13 @@ from torch.utils import _pytree as pytree
 
 from torchrelay.data_parallel.agreement import agree
 from torchrelay.data_parallel.broadcast import BufferSync, broadcast_from_first
+from torchrelay.data_parallel.comm_hook import CommHook
+from torchrelay.data_parallel.limits import group_timeout
 from torchrelay.data_parallel.options import forward_sync, one_device, refuse_missing
 from torchrelay.data_parallel.outputs import watch_outputs
 from torchrelay.data_parallel.parameters import Inventory, named_buffer_slots, take_inventory
 from torchrelay.data_parallel.reducer import Reducer
+from torchrelay.data_parallel.weights import checked_weight
 from torchrelay.planning.bucket_plan import BucketPlan, bucket_limits, plan_buckets
 
 __all__ = ["DistributedDataParallel"]
@@ -129,6 +132,8 @@ class DistributedDataParallel(nn.Module):
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
         self._enabled = True
+        self._weight: float | None = None
+        self._comm_hook: CommHook | None = None
         self.device_mesh = device_mesh
         self.process_group = _group(process_group, device_mesh)
         inventory = take_inventory(module, self.parameters_to_ignore)
@@ -177,8 +182,12 @@ class DistributedDataParallel(nn.Module):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         self._enabled = value
+        self._tell_reducer()
+
+    def _tell_reducer(self) -> None:
         if self._reducer is not None:
-            self._reducer.enabled = value
+            self._reducer.enabled = self._enabled
+            self._reducer.weight = self._weight
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -189,15 +198,57 @@ class DistributedDataParallel(nn.Module):
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
-    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> typing.NoReturn:
-        """Not supported.
+    @contextlib.contextmanager
+    def weighted(self, weight: float) -> Iterator[None]:
+        """Lets this rank's gradients count `weight` times in the average, in reduced backwards that begin in it.
+
+        With the number of samples (or tokens) that a loss is the mean over, uneven batches give the gradient of the
+        mean over all ranks' samples, `sum(weight * gradient) / sum(weight)`. Every rank enters the context around the
+        same backwards. What counts is the weight at the reduced backward, for all that the gradients hold by then. A
+        rank with the weight 0 contributes nothing, be its gradients finite or not.
+
+        Args:
+            weight: Finite and not negative; a number, or a tensor of one.
 
         Raises:
-            NotImplementedError: Always.
+            TypeError: The weight is no number.
+            ValueError: It is negative or not finite.
         """
-        raise NotImplementedError(
-            "register_comm_hook is not supported: gradients are averaged as they are; cast the module to send less"
-        )
+        before, self._weight = self._weight, checked_weight(weight)
+        self._tell_reducer()
+        try:
+            yield
+        finally:
+            self._weight = before
+            self._tell_reducer()
+
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Lets `hook(state, bucket)` do what becomes of each bucket, instead of the average over the ranks.
+
+        torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) work unchanged. A hook starts what it likes
+        and returns a `torch.futures.Future` of a tensor: the new values of the bucket's gradients. What it gets has the
+        methods of `torch.distributed.GradBucket`; the gradients are this rank's, not divided by the number of ranks
+        (within `weighted`, scaled so that the hook's average is the right one). The hooks of a backward are called one
+        after the other, each when the future of the one before is done.
+
+        Args:
+            state: Handed to the hook.
+            hook: The same on every rank.
+
+        Raises:
+            RuntimeError: A hook is registered already.
+            TypeError: It cannot be called.
+
+        What a hook raises in a backward is raised there. A `CommHookError` says that it returned no future, or one that
+        comes to something else, or to nothing within the group's timeout.
+        """
+        if self._comm_hook is not None:
+            raise RuntimeError(
+                f"the communication hook {self._comm_hook.name} is registered already, and there can be one; wrap "
+                "both in a function that calls them"
+            )
+        self._comm_hook = CommHook(state, hook, group_timeout(self.process_group))
+        self._reconnect(self._inventory)
 
     def join(
         self,
@@ -253,11 +304,17 @@ class DistributedDataParallel(nn.Module):
         self.plan = plan_buckets(inventory.facts, self._limits, world_size=dist.get_world_size(self.process_group))
         self._sync_buffers = BufferSync(self.module, self.parameters_to_ignore, self.process_group)
         self._reducer = (
-            Reducer(inventory, self.plan, self.process_group, as_views=self.gradient_as_bucket_view)
+            Reducer(
+                inventory,
+                self.plan,
+                self.process_group,
+                as_views=self.gradient_as_bucket_view,
+                hook=self._comm_hook,
+            )
             if self.plan.buckets
             else None
         )
-        self.require_backward_grad_sync = self._enabled
+        self._tell_reducer()
 
     def _prepare(self) -> None:
         """What a training forward needs beforehand."""
@@ -267,12 +324,16 @@ class DistributedDataParallel(nn.Module):
             self._sync_buffers()
 
     def _connect_anew(self) -> None:
+        inventory = take_inventory(self.module, self.parameters_to_ignore)
+        self._agree(inventory)
+        self._reconnect(inventory)
+
+    def _reconnect(self, inventory: Inventory) -> None:
+        """As `_connect`, in the place of another connection: what backwards without a reduction have added counts."""
         used: set[str] = set()
         if self._reducer is not None:
             used = self._reducer.used_names()
             self._reducer.close()
-        inventory = take_inventory(self.module, self.parameters_to_ignore)
-        self._agree(inventory)
         self._connect(inventory)
         if self._reducer is not None:
             self._reducer.note_used(used)
@@ -297,11 +358,12 @@ class DistributedDataParallel(nn.Module):
         return result
 
     def __getstate__(self) -> dict[str, typing.Any]:
-        gone = ("_reducer", "_inventory", "_sync_buffers", "process_group", "device_mesh", "plan")
+        gone = {"_reducer", "_inventory", "_sync_buffers", "process_group", "device_mesh", "plan", "_comm_hook"}
         return {name: value for name, value in self.__dict__.items() if name not in gone}
 
     def __setstate__(self, state: dict[str, typing.Any], group: dist.ProcessGroup | None = None) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._comm_hook = None  # its state may hold a process group, which cannot be saved
         self.device_mesh = None
         self.process_group = _group(group, None)
         self._connect(take_inventory(self.module, self.parameters_to_ignore))
@@ -310,6 +372,8 @@ class DistributedDataParallel(nn.Module):
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo), self.process_group)
+        if self._comm_hook is not None:
+            twin.register_comm_hook(self._comm_hook.state, self._comm_hook.hook)
         return twin
 
     def extra_repr(self) -> str:

@@ -1,0 +1,189 @@
+"""Communication hooks: a function of the user's, in place of the average, for the gradients of one bucket.
+
+Hooks are written for torch's class: `hook(state, bucket)` gets the bucket's gradients of this rank, neither averaged
+nor divided, starts what it likes, and returns a future of what they shall become. `GradBucket` has the methods of
+torch's class of that name, which Python code cannot create.
+
+What is kept to, so that any hook of torch's works on any backend:
+
+1. Hooks are called in plan order, and a bucket's only when the future of the one before is done: a hook may start
+   further collectives when its first one is through, and these would meet those of the next bucket in an order that
+   differs from rank to rank.
+2. A hook sees the gradients alone. What else travels is sent when the last hook's future is done.
+"""
+
+import datetime
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from torchrelay.data_parallel.layout import views_of
+from torchrelay.errors import CommHookError
+from torchrelay.planning.bucket_plan import Bucket
+
+__all__ = ["CommHook", "GradBucket", "HookWork"]
+
+
+class GradBucket:
+    """The gradients of one bucket, as a hook sees them; has the methods of `torch.distributed.GradBucket`."""
+
+    def __init__(
+        self, bucket: Bucket, buffer: torch.Tensor, parameters: Sequence[nn.Parameter], *, is_last: bool
+    ) -> None:
+        """`buffer` holds the gradients of `parameters` one after another, or is the one sparse gradient."""
+        self._bucket = bucket
+        self._buffer = buffer
+        self._parameters = list(parameters)
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """The bucket's place in the order of reduction, from 0."""
+        return self._bucket.index
+
+    def buffer(self) -> torch.Tensor:
+        """The gradients, one after another: a tensor of one dimension. A sparse gradient is handed out as it is."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Puts another tensor in the buffer's place, for hooks around this one; its dtype may differ."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Each parameter's gradient, of its shape: views of the buffer."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
+        return views_of(self._buffer, self._parameters)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters whose gradients these are."""
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        """Whether it is the last bucket of this backward."""
+        return self._is_last
+
+
+class CommHook:
+    """A hook with its state; remembers whether the bucket before is done."""
+
+    def __init__(self, state: object, hook: Callable[..., object], limit: datetime.timedelta | None) -> None:
+        """`limit` is how long a future may take."""
+        if not callable(hook):
+            raise TypeError(f"a communication hook is called as hook(state, bucket), but {hook!r} cannot be called")
+        self.state = state
+        self.hook = hook
+        self.name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        self._limit = limit
+        self._last: HookWork | None = None
+
+    def start(self, bucket: GradBucket, target: torch.Tensor) -> "HookWork":
+        """Calls the hook; what it comes to is written to `target`.
+
+        Raises:
+            CommHookError: It returned something that is no future.
+            BaseException: What the hook raised.
+        """
+        self._last = None
+        future = self.hook(self.state, bucket)
+        if not isinstance(future, torch._C.Future):
+            raise CommHookError(
+                f"the communication hook {self.name} returned {_described(future)} for bucket {bucket.index()}, but "
+                "must return a torch.futures.Future of the bucket's new values (work.get_future() is one)"
+            )
+        self._last = HookWork(self.name, bucket.index(), future, target, self._limit)
+        return self._last
+
+    @property
+    def busy(self) -> bool:
+        """Whether the hook of the bucket before is not through."""
+        return self._last is not None and not self._last.done
+
+    def drain(self) -> None:
+        """Waits for the hook of the bucket before; what it came to is told by its own `wait`."""
+        if self._last is not None:
+            self._last.settle()
+
+    def forget(self) -> None:
+        """After a failed backward."""
+        self._last = None
+
+
+class HookWork:
+    """What a hook has started for one bucket; `result` is the bucket's new sparse gradient, where it is one."""
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        future: "torch._C.Future[object]",
+        target: torch.Tensor,
+        limit: datetime.timedelta | None,
+    ) -> None:
+        self._name = name
+        self._index = index
+        self._future = future
+        self._target = target
+        self._limit = limit
+        self.result = target
+
+    @property
+    def done(self) -> bool:
+        """Whether its future is."""
+        return self._future.done()
+
+    def settle(self) -> None:
+        """Returns when the future is done, be it by an error.
+
+        Raises:
+            CommHookError: That did not happen within the limit.
+        """
+        if self._future.done():
+            return
+        over = threading.Event()
+        self._future.add_done_callback(lambda _: over.set())
+        if not over.wait(None if self._limit is None else self._limit.total_seconds()):
+            raise CommHookError(
+                f"the future that the communication hook {self._name} returned for bucket {self._index} was not done "
+                f"within {self._limit}: set its result, or return the future of the work that the hook has started"
+            )
+
+    def wait(self) -> None:
+        """Makes what the hook came to the bucket's values.
+
+        Raises:
+            CommHookError: It is no tensor of the right size.
+            BaseException: What the future holds instead.
+        """
+        self.settle()
+        value = self._future.wait()
+        if isinstance(value, list | tuple) and len(value) == 1:
+            value = value[0]
+        if not isinstance(value, torch.Tensor) or value.is_sparse != self._target.is_sparse:
+            raise self._wrong(value)
+        if self._target.is_complex() and not value.is_complex():  # so collectives hand back what was complex
+            if value.shape[-1:] != (2,):
+                raise self._wrong(value)
+            value = torch.view_as_complex(value)
+        if value.is_sparse:
+            if value.shape != self._target.shape:
+                raise self._wrong(value)
+            self.result = value.to(self._target.dtype).coalesce()
+        elif value.numel() != self._target.numel():
+            raise self._wrong(value)
+        elif value.data_ptr() != self._target.data_ptr() or value.dtype != self._target.dtype:
+            self._target.copy_(value.reshape(self._target.shape))
+
+    def _wrong(self, value: object) -> CommHookError:
+        return CommHookError(
+            f"the communication hook {self._name} came to {_described(value)} for bucket {self._index}, but must come "
+            f"to {_described(self._target)}: the new values of all the bucket's gradients"
+        )
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        layout = "sparse " if value.is_sparse else ""
+        return f"a {layout}tensor of shape {list(value.shape)} and {value.dtype}"
+    return f"a {type(value).__name__}"
