@@ -7,7 +7,7 @@ from torchrelay import errors, schedules
 from torchrelay._core import __version__, clock_cycles
 
 if TYPE_CHECKING:
-    from torchrelay import balance, skip
+    from torchrelay import balance, skip, trace
     from torchrelay.data_parallel import DistributedDataParallel
     from torchrelay.gpipe import GPipe, NoChunk, is_checkpointing, is_recomputing
     from torchrelay.planning.buckets import compute_bucket_assignment_by_size
@@ -25,6 +25,7 @@ __all__ = [
     "is_recomputing",
     "schedules",
     "skip",
+    "trace",
 ]
 
 # The names that need torch are imported when they are first used: plans are made, verified and drawn without it, and
@@ -38,6 +39,7 @@ _NEED_TORCH = {
     "compute_bucket_assignment_by_size": "torchrelay.planning.buckets",
     "balance": "torchrelay.balance",
     "skip": "torchrelay.skip",
+    "trace": "torchrelay.trace",
 }
 
 if not TYPE_CHECKING:

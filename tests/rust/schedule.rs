@@ -4,7 +4,7 @@
 
 use proptest::prelude::*;
 use torchrelay_core::{
-    Action, Blocked, Costs, Error, Gpipe, Kind, MAX_CELLS, MAX_STAGES, Recompute, Schedule, make_gpipe,
+    Action, Blocked, Costs, Error, Gpipe, Held, Kind, MAX_CELLS, MAX_STAGES, Recompute, Schedule, make_gpipe,
 };
 
 fn options() -> impl Strategy<Value = Gpipe> {
@@ -342,6 +342,87 @@ fn costs_are_times() {
     let free =
         make_gpipe(2, 2, Gpipe::default()).unwrap().simulate(&Costs::new(0.0, 0.0, 0.0).unwrap()).unwrap();
     assert!(free.makespan().abs() < f64::EPSILON && free.bubble_rate().abs() < f64::EPSILON);
+}
+
+#[test]
+fn a_replay_takes_the_times_that_it_is_given() {
+    let plan = schedule(&[0, 1], 2, "0F0 0F1 0B1 0R0 0B0\n1F0 1F1 1B1 1B0");
+    let replayed = plan.replay(&[vec![1.0, 2.0, 4.0, 2.0, 3.0], vec![5.0, 1.0, 2.0, 2.0]]).unwrap();
+    let times = |rank| -> Vec<_> {
+        replayed.spans(rank).unwrap().iter().map(|span| (span.start, span.end)).collect()
+    };
+    assert_eq!(times(1), [(1.0, 6.0), (6.0, 7.0), (7.0, 9.0), (9.0, 11.0)]);
+    assert_eq!(times(0), [(0.0, 1.0), (1.0, 3.0), (9.0, 13.0), (13.0, 15.0), (15.0, 18.0)]);
+    // The work of both is 10, since a recomputation is none.
+    assert!((replayed.bubble_rate() - 8.0 / 18.0).abs() < 1e-12);
+}
+
+#[test]
+fn a_replay_needs_a_time_for_each_action() {
+    let plan = schedule(&[0, 1], 1, "0F0 0B0\n1F0 1B0");
+    let fails = |durations: &[Vec<f64>]| plan.replay(durations).unwrap_err().to_string();
+    let two = vec![1.0, 1.0];
+    assert_eq!(
+        fails(&[two.clone(), vec![1.0]]),
+        "rank 1 has 2 actions, but 1 durations are given for it; give one for each"
+    );
+    assert!(fails(std::slice::from_ref(&two)).starts_with("rank 1 has 2 actions, but 0"));
+    assert!(fails(&[two.clone(), two.clone(), two.clone()]).starts_with("rank 2 has 0 actions"));
+    assert_eq!(
+        fails(&[two, vec![1.0, -1.0]]),
+        "the cost of an action must be finite and not negative, but is -1"
+    );
+}
+
+proptest! {
+    #[test]
+    fn a_replay_with_one_time_for_each_kind_is_the_simulation(
+        ranks in 1usize..6, m in 1usize..8, options in options(), f in 0u32..4, b in 0u32..4
+    ) {
+        let plan = make_gpipe(ranks, m, options).unwrap();
+        let time = |action: &Action| f64::from(if action.kind() == Kind::Backward { b } else { f });
+        let durations: Vec<Vec<f64>> =
+            lists(&plan).iter().map(|actions| actions.iter().map(time).collect()).collect();
+        let simulated = plan.simulate(&Costs::new(f.into(), b.into(), 0.0).unwrap()).unwrap();
+        let replayed = plan.replay(&durations).unwrap();
+        for rank in 0..ranks {
+            prop_assert_eq!(replayed.spans(rank), simulated.spans(rank));
+        }
+        prop_assert!((replayed.bubble_rate() - simulated.bubble_rate()).abs() < 1e-12);
+    }
+
+    #[test]
+    fn gpipe_holds_what_its_mode_says(ranks in 1usize..5, m in 1usize..9, options in options()) {
+        let plan = make_gpipe(ranks, m, options).unwrap();
+        let recomputed = match options.recompute {
+            Recompute::Never => 0,
+            Recompute::ExceptLast => m - 1,
+            Recompute::Always => m,
+        };
+        for rank in 0..ranks {
+            let held = plan.held(rank).unwrap().unwrap();
+            if !options.backward {
+                prop_assert!(held.iter().all(|held| *held == Held::default()));
+                continue;
+            }
+            // After the last forward: all of them, as the mode says.
+            prop_assert_eq!(held[m - 1], Held { inputs: recomputed, activations: m - recomputed });
+            prop_assert_eq!(held.last().copied(), Some(Held::default()));
+            // In reverse, not more than one recomputation is alive at a time.
+            if !options.ascending {
+                prop_assert!(held.iter().all(|held| held.activations <= (m - recomputed).max(1)));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_split_backward_frees_with_the_weights_gradient() {
+    let plan = schedule(&[0], 2, "0F0 0F1 0R1 0I1 0W1 0I0 0W0");
+    let held = plan.held(0).unwrap().unwrap();
+    let pairs: Vec<_> = held.iter().map(|held| (held.inputs, held.activations)).collect();
+    assert_eq!(pairs, [(0, 1), (1, 1), (0, 2), (0, 2), (0, 1), (0, 1), (0, 0)]);
+    assert!(plan.held(1).unwrap().is_none());
 }
 
 #[test]

@@ -13,6 +13,7 @@ from torchrelay.planning.partitions import PipelinePlan, plan_partitions
 from torchrelay.runtime.buffers import BufferWatch
 from torchrelay.runtime.lanes import Lanes
 from torchrelay.runtime.randomness import RandomnessWatch
+from torchrelay.runtime.recording import Recorder
 from torchrelay.runtime.skips import SkipRoutes
 from torchrelay.runtime.step import Pipeline, Programs, Step
 from torchrelay.runtime.streams import Streams
@@ -120,6 +121,7 @@ class GPipe(nn.Module):
         self._routes = SkipRoutes.of(self.plan.skips, len(self.plan.partitions))
         # Skips between partitions are not planned on streams yet: such a pipeline works on the caller's.
         self._streams = None if any(skip.crosses for skip in self.plan.skips) else Streams.of(self.devices)
+        self._recorder = Recorder()
         self._programs: dict[tuple[int, str], Programs] = {}
 
     @property
@@ -153,6 +155,7 @@ class GPipe(nn.Module):
                 lanes,
                 self._streams,
                 self.batch_dim,
+                self._recorder,
             )
         )
         return step.forward(input, self.chunks, self._programs_for)

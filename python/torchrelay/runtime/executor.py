@@ -19,7 +19,7 @@ import torch
 from torchrelay._core import Action, Schedule
 from torchrelay.runtime.context import CallerContext
 from torchrelay.runtime.lanes import Lanes
-from torchrelay.runtime.recording import active, is_profiling, timed, warn_of_hidden_lanes
+from torchrelay.runtime.recording import Half, is_profiling, timed, warn_of_hidden_lanes
 
 __all__ = ["Phase", "Task"]
 
@@ -39,7 +39,13 @@ class Task(NamedTuple):
 class Phase:
     """The forward or the backward half of a step, while it runs."""
 
-    def __init__(self, schedule: Schedule, programs: Sequence[Sequence[Action]], tasks: Mapping[str, Task]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        programs: Sequence[Sequence[Action]],
+        tasks: Mapping[str, Task],
+        record: Half | None = None,
+    ) -> None:
         self._programs = programs
         self._tasks = tasks
         self._ended = [threading.Event() for _ in programs]
@@ -47,8 +53,8 @@ class Phase:
         # One queue in front of each stage and one behind the last, in the direction of the phase.
         self._queues: dict[int, SimpleQueue[Any]] = {stage: SimpleQueue() for stage in range(-1, schedule.stages + 1)}
         self._failure: BaseException | None = None
-        self._recording = active()
-        self._is_timed = self._recording is not None or is_profiling()
+        self._record = record
+        self._is_timed = record is not None or is_profiling()
 
     def feed(self, stage: int, values: Sequence[tuple[int, Any]]) -> None:
         """Lay the first stage's (micro-batch, value) pairs ready, in the order of its actions."""
@@ -154,7 +160,7 @@ class Phase:
             return False
         assert arrived == microbatch, f"{action} was sent micro-batch {arrived}"
         if self._is_timed:
-            result = timed(self._recording, action, rank, lambda: compute(microbatch, stage, value))
+            result = timed(self._record, action, rank, lambda: compute(microbatch, stage, value))
         else:
             result = compute(microbatch, stage, value)
         if step is not None:

@@ -6,17 +6,17 @@ a range of its own.
 
 import threading
 import time
+import traceback
 import warnings
-from collections.abc import Callable
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
 
-from torchrelay._core import Action
+from torchrelay._core import Action, Schedule
 
-__all__ = ["Recording", "TaskSpan", "active", "is_profiling", "timed", "warn_of_hidden_lanes"]
+__all__ = ["Half", "Recorder", "Recording", "TaskSpan", "is_profiling", "timed", "warn_of_hidden_lanes"]
 
 
 class TaskSpan(NamedTuple):
@@ -32,21 +32,52 @@ class TaskSpan(NamedTuple):
     start: int
     end: int
     thread: str
+    failed: bool
+
+
+class Half:
+    """The forward of a step, or one of its backwards, as it ran: what was to be done, and what was done.
+
+    Args:
+        step: the same object for all halves of a step. Nothing of the step is held by it.
+        schedule: the plan.
+        programs: those of its actions that belong to this half, a list a rank.
+    """
+
+    def __init__(self, step: object, schedule: Schedule, programs: Sequence[Sequence[Action]]) -> None:
+        self.step = step
+        self.schedule = schedule
+        self.programs = programs
+        self.start = time.perf_counter_ns()
+        self.spans: list[TaskSpan] = []  # appended to by several threads, which a list allows
+        self.failure: str | None = None
 
 
 class Recording:
-    """The tasks of the steps that ran while it was active, in the order in which they ended."""
+    """The halves of steps that began while it was under way, in the order in which they began."""
 
     def __init__(self) -> None:
-        self.spans: list[TaskSpan] = []  # appended to by several threads, which a list allows
+        self.start = time.perf_counter_ns()
+        self.halves: list[Half] = []
 
 
-_active: ContextVar[Recording | None] = ContextVar("torchrelay_recording", default=None)
+class Recorder:
+    """A pipeline's: has a :class:`Recording` while one is under way. A copy of the pipeline has one of its own."""
 
+    def __init__(self) -> None:
+        self.recording: Recording | None = None
 
-def active() -> Recording | None:
-    """The recording of the thread that asks."""
-    return _active.get()
+    def __reduce__(self) -> tuple[type["Recorder"], tuple[()]]:
+        return Recorder, ()
+
+    def begin(self, step: object, schedule: Schedule, programs: Sequence[Sequence[Action]]) -> Half | None:
+        """The record of a half that begins now; None if nobody asked for one."""
+        recording = self.recording
+        if recording is None:
+            return None
+        half = Half(step, schedule, programs)
+        recording.halves.append(half)
+        return half
 
 
 def is_profiling() -> bool:
@@ -66,17 +97,25 @@ def warn_of_hidden_lanes() -> None:
         )
 
 
-def timed(recording: Recording | None, action: Action, rank: int, compute: Callable[[], Any]) -> Any:
+def timed(half: Half | None, action: Action, rank: int, compute: Callable[[], Any]) -> Any:
     """Compute, and tell how long it took."""
-    start = time.perf_counter_ns()
+    start, failed = time.perf_counter_ns(), True
     try:
         if not is_profiling():
-            return compute()
-        with record_function(f"torchrelay {action.kind} partition {action.stage} micro-batch {action.microbatch}"):
-            return compute()
+            result = compute()
+        else:
+            with record_function(f"torchrelay {action.kind} partition {action.stage} micro-batch {action.microbatch}"):
+                result = compute()
+        failed = False
+        return result
+    except BaseException as failure:
+        if half is not None and half.failure is None:
+            # The text alone: a traceback holds the step.
+            half.failure = "".join(traceback.format_exception_only(type(failure), failure)).strip()
+        raise
     finally:
-        if recording is not None:
+        if half is not None:
             end = time.perf_counter_ns()
             name = threading.current_thread().name
             assert action.microbatch is not None
-            recording.spans.append(TaskSpan(action.kind, action.stage, action.microbatch, rank, start, end, name))
+            half.spans.append(TaskSpan(action.kind, action.stage, action.microbatch, rank, start, end, name, failed))

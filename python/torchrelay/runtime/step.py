@@ -1,6 +1,6 @@
 """One step of a pipeline in one process: a forward through the lanes, and the backwards through what it left."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torchrelay.runtime.output import Output
 from torchrelay.runtime.parameters import trainable
 from torchrelay.runtime.randomness import RandomnessWatch, StepRandomness
 from torchrelay.runtime.recompute import Determinism, is_recomputing
+from torchrelay.runtime.recording import Recorder
 from torchrelay.runtime.skips import SkipGradients, SkipRoutes, StepSkips
 from torchrelay.runtime.streams import HalfStreams, StreamPrograms, Streams
 from torchrelay.runtime.tasks import PartitionTasks
@@ -75,6 +76,7 @@ class Pipeline(NamedTuple):
     lanes: Lanes | None
     streams: Streams | None
     batch_dim: int
+    recorder: Recorder
 
 
 class _Backward(NamedTuple):
@@ -92,6 +94,7 @@ class Step:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
+        self._identity = object()  # in records
         self._n = len(pipeline.modules)
         self._grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         self._skips = StepSkips(pipeline.skips)
@@ -142,7 +145,7 @@ class Step:
         return self._output.take()
 
     def _run_forward(self, microbatches: Sequence[Any]) -> list[Any]:
-        phase = Phase(self._programs.schedule, self._programs.forward, {"F": Task(self._forward_task, +1)})
+        phase = self._phase(self._programs.forward, {"F": Task(self._forward_task, +1)})
         phase.feed(0, list(enumerate(microbatches)))
         self._streams = None if self._serial else self._half_streams()
         if self._streams is not None:
@@ -164,6 +167,11 @@ class Step:
         if self._streams is not None:
             self._streams.exit_forward(results)
         return [output for _, output in results]
+
+    def _phase(self, programs: Sequence[Sequence[Action]], tasks: Mapping[str, Task]) -> Phase:
+        schedule = self._programs.schedule
+        record = self._pipeline.recorder.begin(self._identity, schedule, programs)
+        return Phase(schedule, programs, tasks, record)
 
     def _half_streams(self) -> HalfStreams | None:
         streams, programs = self._pipeline.streams, self._programs.streams
@@ -284,7 +292,7 @@ class Step:
             return found
 
         programs = [program if j >= lowest else () for j, program in enumerate(self._programs.backward)]
-        phase = Phase(self._programs.schedule, programs, {"B": Task(task, -1), "R": Task(recompute, None)})
+        phase = self._phase(programs, {"B": Task(task, -1), "R": Task(recompute, None)})
         phase.feed(self._n - 1, self._cut_output_gradients())
         backward = _Backward(phase, sums, hooks, lowest, streams)
         if streams is not None:

@@ -129,6 +129,16 @@ pub enum Error {
         /// What was given.
         value: f64,
     },
+    /// Durations that do not belong to the actions of a schedule.
+    #[error("rank {rank} has {actions} actions, but {given} durations are given for it; give one for each")]
+    DurationsDiffer {
+        /// The rank.
+        rank: usize,
+        /// How many durations were given.
+        given: usize,
+        /// How many actions it has.
+        actions: usize,
+    },
     /// More parts than there are layers to put into them.
     #[error("{layers} layers cannot be divided into {parts} parts, since each needs at least 1 layer: {}", at_most(*layers))]
     TooManyParts {

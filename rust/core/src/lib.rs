@@ -27,7 +27,7 @@ pub use error::{Error, Result};
 pub use limits::MAX_CELLS;
 pub use partition::{Member, MemberKind, Occurrence, Problem, verify_partition};
 pub use schedule::{
-    Action, At, Blocked, Costs, Entry, Gpipe, Kind, MAX_STAGES, Maker, Placement, Recompute, Schedule,
+    Action, At, Blocked, Costs, Entry, Gpipe, Held, Kind, MAX_STAGES, Maker, Placement, Recompute, Schedule,
     Simulation, Span, make_gpipe,
 };
 pub use skip::{Skip, SkipProblem, SkipRole, SkipUse, verify_skips};

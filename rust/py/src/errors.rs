@@ -29,6 +29,7 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::NotAPartition { .. }
         | Error::SumOverflow { .. }
         | Error::BadCost { .. }
+        | Error::DurationsDiffer { .. }
         | Error::TooManyParts { .. }
         | Error::BadLayerCost { .. }
         | Error::UnknownOption { .. }

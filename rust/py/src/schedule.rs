@@ -185,6 +185,19 @@ impl Schedule {
         py.detach(|| self.0.simulate(&costs)).map(Simulation).map_err(to_py)
     }
 
+    /// The schedule in time, given how long each action takes: a list for each rank.
+    fn replay(&self, py: Python<'_>, durations: Vec<Vec<f64>>) -> PyResult<Simulation> {
+        py.detach(move || self.0.replay(&durations)).map(Simulation).map_err(to_py)
+    }
+
+    /// What each rank holds for later, after each of its actions.
+    fn held<'py>(&self, py: Python<'py>, rank: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+        let rank = count("the rank", rank)?;
+        let held = self.0.held(rank).map_err(to_py)?;
+        let held = held.ok_or_else(|| no_such("rank", rank, self.0.ranks()))?;
+        PyList::new(py, held.into_iter().map(|held| (held.inputs, held.activations)))
+    }
+
     /// The schedule as a picture in plain text.
     #[pyo3(signature = (width=80))]
     fn draw(&self, py: Python<'_>, width: usize) -> String {

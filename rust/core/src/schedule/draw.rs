@@ -71,7 +71,7 @@ impl Schedule {
     /// What each rank does when, and whether that is time: a schedule that cannot be carried out has only positions.
     fn rows(&self) -> (Vec<Row>, bool) {
         let split = self.actions.iter().flatten().any(|action| action.kind() == Kind::WeightGrad);
-        let duration = |_, kind| if split && kind == Kind::Backward { 2.0 } else { 1.0 };
+        let duration = |_, _, kind| if split && kind == Kind::Backward { 2.0 } else { 1.0 };
         let by_position = |actions: &Vec<Action>| {
             let bar = |(start, &action)| Bar { action, start, end: start + 1 };
             actions.iter().enumerate().map(bar).collect()

@@ -7,6 +7,7 @@ mod action;
 mod csv;
 mod draw;
 mod entry;
+mod held;
 mod json;
 mod makers;
 mod placement;
@@ -16,6 +17,7 @@ mod walk;
 
 pub use action::{Action, Kind, MAX_STAGES};
 pub use entry::Entry;
+pub use held::Held;
 pub use makers::{Gpipe, Maker, Recompute, make_gpipe};
 pub use placement::Placement;
 pub use simulate::{Costs, Simulation, Span};

@@ -118,14 +118,44 @@ impl Schedule {
             }
         }
         let share = |rank: usize| stages_held.get(rank).copied().unwrap_or(1.0);
-        let spans = self.in_time(|rank, kind| costs.of(kind) / share(rank))?;
+        let spans = self.in_time(|rank, _, kind| costs.of(kind) / share(rank))?;
         let work = costs.forward + if self.backward { costs.input_grad + costs.weight_grad } else { 0.0 };
         #[allow(clippy::cast_precision_loss)] // at most 2^24
         Ok(Simulation { spans, work: work * self.microbatches as f64 })
     }
 
-    /// The actions of every rank in time, given how long each takes.
-    pub(super) fn in_time(&self, duration: impl Fn(usize, Kind) -> f64) -> Result<Vec<Vec<Span>>> {
+    /// The schedule in time if every action took as long as given, say as long as it was measured to take: for each rank
+    /// a duration for each of its actions, in order. The work of the step is that of the rank that has most of it.
+    ///
+    /// # Errors
+    /// Those of [`Schedule::verify`]; [`Error::DurationsDiffer`] if there is not one duration for each action;
+    /// [`Error::BadCost`] for one that is negative, infinite or not a number.
+    pub fn replay(&self, durations: &[Vec<f64>]) -> Result<Simulation> {
+        let lengths = |rank: usize| {
+            let given = durations.get(rank).map_or(0, Vec::len);
+            let actions = self.actions(rank).map_or(0, <[Action]>::len);
+            (given != actions).then_some(Error::DurationsDiffer { rank, given, actions })
+        };
+        if let Some(error) = (0..self.ranks().max(durations.len())).find_map(lengths) {
+            return Err(error);
+        }
+        if let Some(&value) = durations.iter().flatten().find(|value| !value.is_finite() || **value < 0.0) {
+            return Err(Error::BadCost { what: "of an action", value });
+        }
+        let of = |rank: usize, position: usize| {
+            durations.get(rank).and_then(|list| list.get(position)).copied().unwrap_or(0.0)
+        };
+        let spans = self.in_time(|rank, position, _| of(rank, position))?;
+        let work_of = |(rank, actions): (usize, &Vec<Action>)| -> f64 {
+            let is_work = |(_, action): &(usize, &Action)| action.kind() != Kind::Recompute;
+            actions.iter().enumerate().filter(is_work).map(|(position, _)| of(rank, position)).sum()
+        };
+        let work = self.actions.iter().enumerate().map(work_of).fold(0.0, f64::max);
+        Ok(Simulation { spans, work })
+    }
+
+    /// The actions of every rank in time, given how long each takes: the rank's `position`-th action, of a kind.
+    pub(super) fn in_time(&self, duration: impl Fn(usize, usize, Kind) -> f64) -> Result<Vec<Vec<Span>>> {
         self.verify_lists()?;
         let (m, cells) = (self.microbatches, self.stages() * self.microbatches);
         let (mut outputs, mut input_grads) = (vec![0.0f64; cells], vec![0.0f64; cells]);
@@ -142,7 +172,7 @@ impl Schedule {
             let Some(spans) = spans.get_mut(rank) else { return };
             let free = spans.last().map_or(0.0, |span| span.end);
             let start = needed.map_or(free, |&there| free.max(there));
-            let end = start + duration(rank, action.kind());
+            let end = start + duration(rank, spans.len(), action.kind());
             spans.push(Span { action, start, end });
             let table = match action.kind() {
                 Kind::Forward => &mut outputs,
