@@ -276,7 +276,7 @@ fn faults_are_named_with_their_place() {
         (&[0], "0F0 0B0 0R0", "0B0 (rank 0, position 1) needs 0R0, which comes later, at position 2"),
         (&[0, 0], "1F0 0F0", "1F0 (rank 0, position 0) needs 0F0, which comes later, at position 1"),
         (&[0, 0], "0F0 1F0 0B0 1B0", "0B0 (rank 0, position 2) needs 1B0, which comes later, at position 3"),
-        (&[0], "0F0 0SEND_F0", "0SEND_F0 (rank 0, position 1): a schedule is verified before it is lowered"),
+        (&[0], "0F0 0SEND_F0", "0SEND_F0 (rank 0, position 1): there is no stage after"),
     ];
     for (placement, text, message) in table {
         let error = schedule(placement, 2, text).verify().unwrap_err().to_string();

@@ -252,10 +252,36 @@ pub enum Error {
         /// The action.
         at: At,
     },
-    /// An action of a kind whose rules are not known to the verification.
-    #[error("{at}: a schedule is verified before it is lowered; give computations only (F, B, I, W, R)")]
-    NotComputation {
+    /// A transfer that goes nowhere.
+    #[error("{at}: {}", no_peer(at.action.kind(), *same_rank))]
+    NoPeer {
         /// The action.
+        at: At,
+        /// Whether the neighbouring stage is on the same rank; else there is none.
+        same_rank: bool,
+    },
+    /// Two actions that cannot overlap, since one needs the other.
+    #[error("{at} overlaps with {needs}, which it needs")]
+    OverlapNeeds {
+        /// The second of the two.
+        at: At,
+        /// The first.
+        needs: Action,
+    },
+    /// A computation without the weights.
+    #[error("{at}: the weights of stage {} are sharded here; an UNSHARD must come first", at.action.stage())]
+    Sharded {
+        /// The computation.
+        at: At,
+    },
+    /// Weights that are gathered or dropped twice.
+    #[error(
+        "{at}: the weights of stage {} are {} already",
+        at.action.stage(),
+        if at.action.kind() == Kind::Unshard { "gathered" } else { "sharded" }
+    )]
+    ShardedTwice {
+        /// The second of two UNSHARD, or of two RESHARD.
         at: At,
     },
     /// An action before one of the same rank that it needs.
@@ -281,6 +307,22 @@ pub enum Error {
     Deadlock {
         /// Each entry waits for an action of the next one's rank, the last for one of the first's.
         cycle: Vec<Blocked>,
+    },
+    /// Ranks that wait for one another for ever, unless what is sent is buffered.
+    #[error("deadlock, unless sends are buffered: {}", chain(cycle))]
+    Rendezvous {
+        /// Each entry waits for an action of the next one's rank, the last for one of the first's.
+        cycle: Vec<Blocked>,
+    },
+    /// Messages that arrive in another order than they are received.
+    #[error("{receive}: message {number} from rank {} is {send}, not what is received here", send.rank)]
+    MessageOrder {
+        /// What is sent.
+        send: At,
+        /// What is received as the same message.
+        receive: At,
+        /// Which of the messages between the two ranks, counted from 0.
+        number: usize,
     },
     /// Devices that are not one for each stage.
     #[error("there must be a device for each of the {stages} stages, but there are {devices}")]
@@ -339,6 +381,18 @@ fn first_unmatched(length: usize, expected: usize) -> String {
 
 fn at_most(layers: usize) -> String {
     if layers == 0 { "give costs of layers".to_owned() } else { format!("at most {layers} parts would fit") }
+}
+
+fn no_peer(kind: Kind, same_rank: bool) -> String {
+    let which = match kind {
+        Kind::SendForward | Kind::RecvBackward | Kind::WaitSendForward => "after",
+        _ => "before",
+    };
+    if same_rank {
+        format!("the stage {which} is on the same rank, so that nothing is sent")
+    } else {
+        format!("there is no stage {which}")
+    }
 }
 
 fn chain(cycle: &[Blocked]) -> String {

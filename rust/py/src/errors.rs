@@ -47,7 +47,12 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::Repeated { .. }
         | Error::WholeAndSplit { .. }
         | Error::UnexpectedBackward { .. }
-        | Error::NotComputation { .. }
+        | Error::NoPeer { .. }
+        | Error::OverlapNeeds { .. }
+        | Error::Sharded { .. }
+        | Error::ShardedTwice { .. }
+        | Error::Rendezvous { .. }
+        | Error::MessageOrder { .. }
         | Error::OutOfOrder { .. }
         | Error::Missing { .. }
         | Error::Deadlock { .. } => ScheduleError::new_err(message),
