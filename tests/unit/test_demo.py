@@ -97,25 +97,46 @@ def test_the_gradient_check_sees_one_wrong_element_and_a_missing_gradient(spoil:
 
 
 @pytest.mark.timeout(300)
-def test_the_demo_shows_its_plan_trains_and_finds_no_difference() -> None:
-    done = subprocess.run(command(), capture_output=True, text=True, timeout=280)
+def test_the_demo_shows_its_plan_trains_and_finds_no_difference(tmp_path: Path) -> None:
+    done = subprocess.run(command(), capture_output=True, text=True, timeout=280, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     plan, _, trained = done.stdout.partition("epoch  1/12")
     assert "buckets" in plan
     assert "partition 1 on cpu: layers 3" in plan
     assert "F0 F1 F2 F3" in plan
-    assert "Predicted bubble: 20.0%" in plan
+    assert "B3 R2 B2 R1 B1 R0 B0" in plan
+    assert "Predicted bubble: 16.7%" in plan
+    page = tmp_path / "torchrelay-demo.html"
+    assert f"Drawn beside the plan: {page}" in trained
+    drawn = page.read_text(encoding="utf-8")
+    assert "bubble: planned 16.7%" in drawn
+    assert drawn.count("<section>") == 3
+    assert 0 < float(re.findall(r"^Measured bubble: ([\d.]+)%", trained, re.M)[0]) < 100
     accuracies = [float(share) for share in re.findall(r"^test accuracy +([\d.]+)% +([\d.]+)% *$", trained, re.M)[0]]
     assert min(accuracies) >= 97
     assert float(re.findall(r"^  (\S+) \(the largest gradient is", trained, re.M)[0]) < 1e-10
 
 
 @pytest.mark.timeout(300)
-def test_a_demo_that_learned_too_little_fails() -> None:
-    done = subprocess.run(command("--epochs", "1"), capture_output=True, text=True, timeout=280)
+def test_a_demo_that_learned_too_little_fails(tmp_path: Path) -> None:
+    page = tmp_path / "there.html"
+    done = subprocess.run(
+        command("--epochs", "1", "--timeline", str(page)), capture_output=True, text=True, timeout=280, cwd=tmp_path
+    )
     assert done.returncode == 1
+    assert list(tmp_path.iterdir()) == [page]
     assert "FAILED: The parallel model reads" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("page.pdf", "ends in .html, and is 'page.pdf'"), ("no/such/folder.html", "is its folder there?")],
+)
+def test_a_path_that_will_not_do_is_refused_before_the_training(path: str, said: str, tmp_path: Path) -> None:
+    done = subprocess.run(command("--timeline", path), capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
 
 
 @pytest.mark.timeout(300)

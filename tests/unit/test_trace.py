@@ -393,6 +393,7 @@ def test_the_last_steps_are_drawn_where_all_would_be_too_many(monkeypatch: pytes
     text = recorded(pipe(), steps=5).to_html()  # 66 elements a step: 2 x 3 x (4 + 4 + 3)
     assert re.findall(r"<h2>Step (\d)", text) == ["2", "3", "4"]
     assert "The last 3 of 5 steps are drawn." in text
+    assert re.findall(r"<h2>Step (\d)", recorded(pipe(), steps=3).to_html(steps=1)) == ["2"]
     monkeypatch.setattr(page, "_TASKS_DRAWN", 1)
     assert re.findall(r"<h2>Step (\d)", recorded(pipe(), steps=2).to_html()) == ["1"]
 

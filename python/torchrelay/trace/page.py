@@ -28,10 +28,10 @@ schedule costs); <b>replayed</b>, for the plan as it is drawn (that, and what th
 """
 
 
-def page(timeline: "Timeline") -> str:
-    """The page."""
+def page(timeline: "Timeline", most: int | None = None) -> str:
+    """The page, with at most so many steps drawn."""
     steps = timeline.steps
-    drawn = _drawn(steps)
+    drawn = _drawn(steps, len(steps) if most is None else most)
     css, script = (
         files("torchrelay.trace").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
     )
@@ -68,9 +68,9 @@ _LEGEND = (
 )
 
 
-def _drawn(steps: Sequence["RecordedStep"]) -> Sequence["RecordedStep"]:
+def _drawn(steps: Sequence["RecordedStep"], most: int) -> Sequence["RecordedStep"]:
     tasks, first = 0, len(steps)
-    while first > 0:
+    while first > max(0, len(steps) - most):
         tasks += sum(len(half.tasks) + len(half.planned) for half in steps[first - 1].halves)
         if tasks > _TASKS_DRAWN and first < len(steps):
             break

@@ -14,15 +14,13 @@ _STEPS_SHOWN = 12
 
 def line(timeline: "Timeline") -> str:
     """The repr."""
-    from torchrelay.trace.timeline import bubble_of
-
     steps = timeline.steps
     if not steps:
         return "<Timeline: nothing recorded>"
     words = [_count(len(steps), "step"), _count(len(timeline.plan.partitions), "partition")]
     whole = [step for step in steps if step.is_complete]
     if whole:
-        words.append(f"bubble {share(bubble_of(whole, 0))}, planned {share(bubble_of(whole, 2))}")
+        words.append(f"bubble {share(timeline.bubble)}, planned {share(timeline.planned_bubble)}")
     if len(whole) < len(steps):
         words.append(f"{len(steps) - len(whole)} not complete")
     return f"<Timeline: {', '.join(words)}>"

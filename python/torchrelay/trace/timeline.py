@@ -1,7 +1,7 @@
 """A recording as plain values: steps, their halves, the tasks that ran and those that were planned."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,11 +135,33 @@ class Timeline:
             for number, of_step in enumerate(halves.values())
         )
 
-    def to_html(self) -> str:
-        """A page that needs nothing else: the figures, and a picture of each of the last steps beside its plan."""
+    @property
+    def bubble(self) -> float | None:
+        """That of all complete steps together; None if there is none. Likewise the next two: see RecordedStep."""
+        return self._bubble(0)
+
+    @property
+    def replayed_bubble(self) -> float | None:
+        """What the schedule and the balance cost."""
+        return self._bubble(1)
+
+    @property
+    def planned_bubble(self) -> float | None:
+        """What the schedule costs."""
+        return self._bubble(2)
+
+    def _bubble(self, which: int) -> float | None:
+        return bubble_of([step for step in self.steps if step.is_complete], which)
+
+    def to_html(self, *, steps: int | None = None) -> str:
+        """A page that needs nothing else: the figures, and a picture of each of the last steps beside its plan.
+
+        Args:
+            steps: how many are drawn at most; by default as many as a browser shows with ease.
+        """
         from torchrelay.trace.page import page
 
-        return page(self)
+        return page(self, steps)
 
     def to_svg(self, step: int = -1, *, width: int = 1000) -> str:
         """The picture of one step, `width` pixels wide.
@@ -168,7 +190,7 @@ class Timeline:
             IndexError: `.svg`, and nothing was recorded.
         """
         path = Path(path)
-        makers = {".html": self.to_html, ".svg": self.to_svg, ".json": self.to_perfetto}
+        makers: dict[str, Callable[[], str]] = {".html": self.to_html, ".svg": self.to_svg, ".json": self.to_perfetto}
         if path.suffix not in makers:
             raise ValueError(f"the name of a timeline's file must end in {', '.join(makers)}, but is {path.name!r}")
         path.write_text(makers[path.suffix](), encoding="utf-8")

@@ -2,7 +2,18 @@
 
 from dataclasses import dataclass
 
-__all__ = ["BALANCE", "BATCH", "BUCKET_CAPS_MB", "CHECK_EVERY", "RANKS", "Epoch", "Job", "Outcome", "Planned"]
+__all__ = [
+    "BALANCE",
+    "BATCH",
+    "BUCKET_CAPS_MB",
+    "CHECK_EVERY",
+    "RANKS",
+    "Epoch",
+    "Job",
+    "Outcome",
+    "Planned",
+    "Recorded",
+]
 
 RANKS = 2
 BATCH = 64  # images in a mini-batch, of all the ranks together
@@ -36,6 +47,17 @@ class Epoch:
     number: int
     loss: float
     accuracy: float
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Rank 0, after the last pass: what ran when in its pipeline. Bubbles are shares of the partitions' time."""
+
+    page: str  # HTML
+    steps: int
+    planned_bubble: float | None
+    replayed_bubble: float | None
+    bubble: float | None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import torchrelay
+from torchrelay import trace
 from torchrelay.cli.demo import digits, training
-from torchrelay.cli.demo.job import BALANCE, BUCKET_CAPS_MB, Epoch, Job, Outcome, Planned
+from torchrelay.cli.demo.job import BALANCE, BUCKET_CAPS_MB, Epoch, Job, Outcome, Planned, Recorded
 from torchrelay.cli.ranks import Link
 
 __all__ = ["work"]
@@ -21,6 +23,8 @@ __all__ = ["work"]
 # A rank that raises or dies is noticed at once by the process that started it, so this is for a true standstill only;
 # on a crowded machine a rank can be a minute late at the start.
 _TIMEOUT = timedelta(minutes=5)
+_CHECKPOINT: Literal["except_last"] = "except_last"
+_STEPS_DRAWN = 3
 
 
 @contextlib.contextmanager
@@ -68,6 +72,16 @@ def _equal_on_all(model: nn.Module, count: int) -> bool:
     return all(torch.equal(mine, other) for other in all_of_them)
 
 
+def _recorded(timeline: trace.Timeline) -> Recorded:
+    return Recorded(
+        timeline.to_html(steps=_STEPS_DRAWN),
+        len(timeline),
+        timeline.planned_bubble,
+        timeline.replayed_bubble,
+        timeline.bubble,
+    )
+
+
 def work(link: Link, rank: int, count: int, port: int, job: Job) -> None:
     """Trains DistributedDataParallel(GPipe(model)); rank 0 reports a Planned, an Epoch per pass and an Outcome."""
     torch.set_num_threads(1)
@@ -78,11 +92,11 @@ def work(link: Link, rank: int, count: int, port: int, job: Job) -> None:
             list(BALANCE),
             devices=["cpu"] * len(BALANCE),
             chunks=job.microbatches,
-            checkpoint="never",
+            checkpoint=_CHECKPOINT,
         )
         model = torchrelay.DistributedDataParallel(pipeline, bucket_cap_mb_list=BUCKET_CAPS_MB)
         if rank == 0:
-            schedule = pipeline.plan.schedule(job.microbatches)
+            schedule = pipeline.plan.schedule(job.microbatches, recompute=_CHECKPOINT)
             link.send(Planned(str(model.plan), str(pipeline.plan), schedule.to_json()))
         link.wait_for_go()
 
@@ -100,9 +114,25 @@ def work(link: Link, rank: int, count: int, port: int, job: Job) -> None:
             if rank == 0:
                 link.send(Epoch(number, total.item() / count, training.accuracy(pipeline, *data.test)))
 
+        timelines = []
+
+        @contextlib.contextmanager
+        def last_pass() -> Iterator[None]:
+            with trace.record(pipeline) as timeline:
+                timelines.append(timeline)
+                yield
+
         seconds = training.train(
-            job, model, *data.train, share=lambda batch: batch.chunk(count)[rank], check=check, on_epoch=on_epoch
+            job,
+            model,
+            *data.train,
+            share=lambda batch: batch.chunk(count)[rank],
+            check=check,
+            on_epoch=on_epoch,
+            last_pass=last_pass if rank == 0 else contextlib.nullcontext,
         )
+        if rank == 0:
+            link.send(_recorded(timelines[-1]))
         equal = _equal_on_all(pipeline, count)
         if rank == 0:
             link.send(

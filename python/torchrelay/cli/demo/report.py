@@ -3,12 +3,13 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from torchrelay.cli.demo.job import BALANCE, BATCH, RANKS, Epoch, Job, Outcome, Planned
+from torchrelay.cli.demo.job import BALANCE, BATCH, RANKS, Epoch, Job, Outcome, Planned, Recorded
 from torchrelay.schedules import Costs, Schedule
 
 __all__ = ["Report"]
@@ -36,9 +37,11 @@ class Report:
         self._text(planned.partitions)
         self._section(f"In what order, for {schedule.microbatches} micro-batches; a row here is a partition")
         self._text(schedule.draw(width=min(self._console.width, 100)))
-        bubble = schedule.simulate(Costs()).bubble_rate
         self._text("Verified: complete, in order, free of deadlock.")
-        self._text(f"Predicted bubble: {bubble:.1%} of the time, if a backward takes as long as two forwards.")
+        self._text(
+            f"Predicted bubble: {_bubble(schedule):.1%} of the partitions' time, if they are equal and a backward "
+            "takes as long as two forwards."
+        )
 
     @contextmanager
     def training(self, title: str) -> Iterator["Passes"]:
@@ -54,6 +57,16 @@ class Report:
         )
         with progress:
             yield Passes(self._console, progress, self._job.epochs)
+
+    def timeline(self, recorded: Recorded, path: Path) -> None:
+        """Says where the page of what was recorded is, and what it shows."""
+        self._section(f"What ran when in rank 0, in the {recorded.steps} steps of the last pass")
+        if recorded.bubble is not None and recorded.replayed_bubble is not None:
+            self._text(
+                f"Measured bubble: {recorded.bubble:.1%}. With the times that the tasks took, the plan has "
+                f"{recorded.replayed_bubble:.1%}; what is more is waiting and switching."
+            )
+        self._text(f"Drawn beside the plan: {path}")
 
     def comparison(self, parallel: Outcome, plain: Outcome) -> None:
         """The table at the end."""
@@ -96,3 +109,10 @@ class Passes:
         self._progress.update(self._task, advance=1, description=said)
         if not self._console.is_terminal:
             self._console.print(f"epoch {epoch.number:2}/{self._epochs}  {said}", highlight=False)
+
+
+def _bubble(schedule: Schedule) -> float:
+    """As in timelines: the share of the ranks' time in which they compute nothing; a recomputation is computing."""
+    simulated = schedule.simulate(Costs())
+    busy = sum(end - start for rank in range(schedule.ranks) for _, start, end in simulated.spans(rank))
+    return 1 - busy / (schedule.ranks * simulated.makespan)

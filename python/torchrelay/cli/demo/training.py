@@ -4,6 +4,7 @@ Everything is float64, so that a difference to the plain model of more than roun
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from statistics import mean, median
 from time import perf_counter
 
@@ -55,31 +56,34 @@ def train(
     share: Callable[[Tensor], Tensor],
     check: Callable[[Tensor], None] | None,
     on_epoch: Callable[[int, float], None],
+    last_pass: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> float:
     """Trains `model` and returns the seconds of a step: the median of those without a check.
 
     `share` picks this process's part of a mini-batch's indices. `check`, if any, is called at every CHECK_EVERY-th
     step of an epoch with the whole mini-batch's indices, when the gradients are there and the parameters are still
-    those that they were taken at. `on_epoch` gets the epoch's number, from 1, and this process's mean loss.
+    those that they were taken at. `on_epoch` gets the epoch's number, from 1, and this process's mean loss. The steps
+    of the last epoch are taken within `last_pass`.
     """
     adam = torch.optim.Adam(model.parameters(), lr=5e-3)
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(adam, job.epochs)
     seconds = []
     for epoch in range(1, job.epochs + 1):
         losses = []
-        for step, batch in enumerate(batches(job, epoch, len(images))):
-            mine = share(batch)
-            start = perf_counter()
-            adam.zero_grad()
-            loss = nn.functional.cross_entropy(model(images[mine]), digits[mine])
-            loss.backward()  # type: ignore[no-untyped-call]
-            if step % CHECK_EVERY == 0 and check is not None:
-                check(batch)
-                adam.step()
-            else:
-                adam.step()
-                seconds.append(perf_counter() - start)
-            losses.append(loss.item())
+        with last_pass() if epoch == job.epochs else nullcontext():
+            for step, batch in enumerate(batches(job, epoch, len(images))):
+                mine = share(batch)
+                start = perf_counter()
+                adam.zero_grad()
+                loss = nn.functional.cross_entropy(model(images[mine]), digits[mine])
+                loss.backward()  # type: ignore[no-untyped-call]
+                if step % CHECK_EVERY == 0 and check is not None:
+                    check(batch)
+                    adam.step()
+                else:
+                    adam.step()
+                    seconds.append(perf_counter() - start)
+                losses.append(loss.item())
         rate.step()
         on_epoch(epoch, mean(losses))
     return median(seconds)
