@@ -317,14 +317,6 @@ def test_a_device_mesh_names_the_ranks(rank, world):
 
 
 @on_ranks
-def test_what_is_not_there_yet_says_so(rank, world):
-    wrapped = DistributedDataParallel(mlp())
-    assert "join" in raised(NotImplementedError, wrapped.join)
-    with wrapped.join(enable=False):
-        pass
-
-
-@on_ranks
 def test_a_rank_that_does_not_come_is_an_error_in_time(rank, world):
     group = dist.new_group(timeout=timedelta(seconds=2))
     wrapped, _ = wrap(mlp(), process_group=group)

@@ -1,4 +1,4 @@
-"""Rank 0's parameters and buffers, on every rank: once at construction, and the buffers before each forward."""
+"""One rank's parameters and buffers, on every rank: once at construction, and the buffers before each forward."""
 
 import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -10,47 +10,47 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from torchrelay.data_parallel.parameters import named_buffer_slots
 
-__all__ = ["BufferSync", "broadcast_from_first"]
+__all__ = ["BufferSync", "broadcast_from"]
 
 _MESSAGE_BYTES = 64 << 20
 
 
 @torch.no_grad()
-def broadcast_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrites every rank's tensors by rank 0's, in messages of one device and at most 64 MiB (or one tensor)."""
+def broadcast_from(source: int, tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrites every rank's tensors by one rank's, in messages of one device and at most 64 MiB (or one tensor)."""
     for batch in _batches([tensor.detach() for tensor in tensors]):
         message, views = _pack(batch)
-        if dist.get_rank(group) == 0:
+        if dist.get_rank(group) == source:
             _copy_all(views, batch)
-        dist.broadcast(message, group=group, group_src=0)
-        if dist.get_rank(group) != 0:
+        dist.broadcast(message, group=group, group_src=source)
+        if dist.get_rank(group) != source:
             _copy_all(batch, views)
 
 
 class BufferSync:
-    """Rank 0's buffers for every forward, in one message per device.
+    """One rank's buffers (rank 0's, as a rule) for every forward, in one message per device.
 
     A graph that waits for its backward may have saved a buffer, and must find it as it was. So a buffer that differs
-    from rank 0's is replaced in its module and not overwritten; one that does not differ (or cannot, on rank 0) is left
+    from that rank's is replaced in its module and not overwritten; one that does not differ (or cannot, there) is left
     alone. Only the statistics of normalisation layers in training are overwritten: their backward does not read them.
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str], group: dist.ProcessGroup) -> None:
         self._group = group
-        self._first = dist.get_rank(group) == 0
+        self._rank = dist.get_rank(group)
         self._slots = [(owner, key, layer) for _, owner, key, layer in named_buffer_slots(module, ignored)]
         self._held: list[torch.Tensor | None] = []
         self._messages: list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
 
     @torch.no_grad()
-    def __call__(self) -> None:
-        """Before a forward, on every rank."""
+    def __call__(self, source: int = 0) -> None:
+        """Before a forward, on every rank; `source` is the rank whose buffers are sent."""
         self._look_again()
         for message, buffers, views in self._messages:
-            if self._first:
+            if self._rank == source:
                 _copy_all(views, buffers)
-            dist.broadcast(message, group=self._group, group_src=0)
-            if not self._first:
+            dist.broadcast(message, group=self._group, group_src=source)
+            if self._rank != source:
                 self._receive(buffers, views)
 
     def _look_again(self) -> None:

@@ -33,7 +33,8 @@ from torchrelay.data_parallel.averaging import Averager, Work
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.parameters import Inventory
 from torchrelay.data_parallel.storage import BucketStorage
-from torchrelay.data_parallel.weights import Share
+from torchrelay.data_parallel.uneven import Round
+from torchrelay.data_parallel.weights import Part, Scale, Share
 from torchrelay.errors import CommHookError, ReductionError
 from torchrelay.planning.bucket_plan import Bucket, BucketPlan
 
@@ -55,6 +56,7 @@ class Reducer:
     Attributes:
         enabled: Whether backwards that begin from now on are reduced.
         weight: How much this rank counts in those, if ranks differ in that; None on all ranks, or on none.
+        joining: Whether ranks may run out of batches; each forward is announced by `expect` then.
         backwards: How many reduced backwards have been completed.
     """
 
@@ -69,9 +71,12 @@ class Reducer:
     ) -> None:
         self.enabled = True
         self.weight: float | None = None
+        self.joining = False
         self.backwards = 0
         self._hook = hook
-        self._share: Share | None = None
+        self._share: Part | None = None
+        self._round: Round | None = None
+        self._by_live = False
         self._names = inventory.names
         self._buckets = plan.buckets
         self._rank = dist.get_rank(group)
@@ -128,18 +133,87 @@ class Reducer:
             if self._readiness.active:
                 return
             self._settle()
+            if self.joining:
+                self._check_round()
             backward = _Backward(self)
             Variable._execution_engine.queue_callback(backward)
             self._reducing = self.enabled
             self._launched = 0
             self._bare = frozenset()
             self._muted = False
-            self._share = self._weigh() if self._reducing and self.weight is not None else None
+            self._share = self._part() if self._reducing else None
             self._readiness.start(self._reducing)
 
-    def _weigh(self) -> Share:
-        assert self.weight is not None
-        return Share(self._average.group, self.weight, self._used.device)
+    def _part(self) -> Part | None:
+        """How much this rank's gradients count, unless it is as much as any other's."""
+        expected, self._round = self._round, None
+        if self.weight is not None:
+            return Share(self._average.group, self.weight, self._used.device)
+        if expected is not None and self._by_live and len(expected.live) < expected.world_size:
+            return Scale(expected.world_size / len(expected.live))
+        return None
+
+    # --- ranks that run out of batches
+
+    def expect(self, expected: Round, *, by_live: bool) -> None:
+        """Announces the backward of a forward inside `join`; `by_live`: only ranks with a batch count in the mean.
+
+        Raises:
+            ReductionError: The one before has not been run, and other ranks may wait for it.
+        """
+        if self._round is not None and self._round.reduces:
+            self._round = None
+            raise ReductionError(
+                "inside join, a training forward was not followed by its backward before the next one: ranks that are "
+                "through count forwards and would wait for it. Run forwards that have no backward under torch.no_grad"
+            )
+        self._round, self._by_live = expected, by_live
+
+    def leave_join(self) -> None:
+        """From now on no rank runs out of batches."""
+        self.joining = False
+        self._round = None
+
+    def _check_round(self) -> None:
+        expected = self._round
+        if expected is None:
+            if self.enabled:
+                raise ReductionError(
+                    "inside join, a second backward was to be reduced after one forward: ranks that are through count "
+                    "forwards and do not take part in it. Run all but the last one in no_sync"
+                )
+        elif expected.reduces != self.enabled:
+            raise ReductionError(
+                "inside join, whether a backward is reduced is decided at its forward, since ranks that are through "
+                f"must know; this forward was {'outside of no_sync, and its backward is in it' * expected.reduces}"
+                f"{'in no_sync, and its backward is not' * (not expected.reduces)}: put both into it, or neither"
+            )
+        elif expected.reduces and expected.weighted != (self.weight is not None):
+            raise ReductionError("inside join, put the forward into `weighted` together with its backward")
+
+    def stand_in(self, expected: Round) -> None:
+        """Takes part in the reduced backward of other ranks, with no gradient of its own.
+
+        The means become this rank's gradients as well: an optimizer that shards its state updates its part from them.
+        """
+        with self._lock, torch.no_grad():
+            self._settle()
+            self._share = Share(self._average.group, 0, self._used.device) if expected.weighted else None
+            self._used.zero_()
+            self._trouble.zero_()
+            try:
+                self._send_nothing(self._storage)
+                for storage in self._storage:
+                    self._wait(storage)
+                self._raise_trouble([])
+                self._write_back(frozenset(range(len(self._names))))
+            finally:
+                for storage in self._storage:
+                    storage.forget()
+                self._flying.clear()
+            self.backwards += 1
+
+    # --- the course of a backward
 
     def _launch_ready(self, stop: int) -> None:
         with self._lock, torch.no_grad():
@@ -190,14 +264,16 @@ class Reducer:
         for storage in self._storage:
             self._wait(storage)
         self._raise_trouble(self._readiness.late)
-        unused = self._bare.union(self._readiness.unused)
+        self._write_back(self._bare.union(self._readiness.unused))
+        self.backwards += 1
+
+    def _write_back(self, unused: frozenset[int]) -> None:
         untouched: frozenset[int] = frozenset()
         if unused:  # only then, so that an accelerator is not waited for in the usual case
             anywhere = (self._used != 0).tolist()
             untouched = frozenset(index for index in unused if not anywhere[index])
         for storage in self._storage:
             storage.write_back(unused.intersection(storage.bucket.members), untouched)
-        self.backwards += 1
 
     def _finish_hooks(self) -> None:
         """Waits for what the hooks have started; only then is sent what travels with the last bucket otherwise."""

@@ -20,7 +20,7 @@ from torch import nn
 from torchrelay.data_parallel.averaging import Averager, Work
 from torchrelay.data_parallel.comm_hook import CommHook, GradBucket, HookWork
 from torchrelay.data_parallel.layout import is_dense, views_of
-from torchrelay.data_parallel.weights import Share
+from torchrelay.data_parallel.weights import Part
 from torchrelay.errors import ReductionError
 from torchrelay.planning.bucket_plan import Bucket
 
@@ -102,11 +102,13 @@ class BucketStorage:
 
     def gather_nothing(self) -> None:
         """Prepares the messages of `gather` with no gradient in them, for ranks that wait for this one."""
-        if self._hook is not None:
-            self._gradients.zero_()
+        for (member, parameter), view in zip(self._small, self._views, strict=True):
+            if parameter.grad is view:
+                self._kept[member] = view.clone()
+        self._gradients.zero_()
         self._sent = [_Sent(member, self._blank(parameter), own=False) for member, parameter in self._large]
 
-    def send(self, average: Averager, flying: dict[int, Work], share: Share | None) -> None:
+    def send(self, average: Averager, flying: dict[int, Work], share: Part | None) -> None:
         """Starts to average what was gathered, and adds to `flying` what is averaged in place.
 
         Args:

@@ -2,13 +2,32 @@
 
 import math
 import numbers
+import typing
 
 import torch
 import torch.distributed as dist
 
 from torchrelay.data_parallel.averaging import Work
 
-__all__ = ["Share", "checked_weight"]
+__all__ = ["Part", "Scale", "Share", "checked_weight"]
+
+
+class Part(typing.Protocol):
+    """What a rank's gradients are multiplied by before they are averaged."""
+
+    def apply(self, gradient: torch.Tensor) -> None:
+        """Scales in place."""
+
+
+class Scale:
+    """A part that is known."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def apply(self, gradient: torch.Tensor) -> None:
+        """Scales in place."""
+        (gradient._values() if gradient.is_sparse else gradient).mul_(self._factor)
 
 
 class Share:

@@ -8,17 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.utils import _pytree as pytree
 
 from torchrelay.data_parallel.agreement import agree
-from torchrelay.data_parallel.broadcast import BufferSync, broadcast_from_first
+from torchrelay.data_parallel.broadcast import BufferSync, broadcast_from
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.limits import group_timeout
 from torchrelay.data_parallel.options import forward_sync, one_device, refuse_missing
 from torchrelay.data_parallel.outputs import watch_outputs
 from torchrelay.data_parallel.parameters import Inventory, named_buffer_slots, take_inventory
 from torchrelay.data_parallel.reducer import Reducer
+from torchrelay.data_parallel.uneven import Round, StandIn, find_last, meet
 from torchrelay.data_parallel.weights import checked_weight
+from torchrelay.errors import ReductionError
 from torchrelay.planning.bucket_plan import BucketPlan, bucket_limits, plan_buckets
 
 __all__ = ["DistributedDataParallel"]
@@ -29,7 +32,7 @@ if typing.TYPE_CHECKING:
 _PREFIX = "module."
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, Joinable):
     """Averages a module's gradients over the ranks of a process group, during the backward.
 
     A drop-in for `torch.nn.parallel.DistributedDataParallel`: the same arguments, and the same gradients wherever that
@@ -111,6 +114,7 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         """See the class."""
         super().__init__()
+        Joinable.__init__(self)
         if not isinstance(module, nn.Module):
             raise TypeError(f"a torch.nn.Module is wrapped, but this is a {type(module).__name__}")
         refuse_missing(
@@ -134,13 +138,14 @@ class DistributedDataParallel(nn.Module):
         self._enabled = True
         self._weight: float | None = None
         self._comm_hook: CommHook | None = None
+        self._divide_by_initial_world_size = True
         self.device_mesh = device_mesh
         self.process_group = _group(process_group, device_mesh)
         inventory = take_inventory(module, self.parameters_to_ignore)
         self._to_device = one_device(device_ids, sorted({p.device for p in inventory.tensors}, key=str))
         if init_sync:
             self._agree(inventory)
-            self._copy_first(include_buffers=broadcast_buffers is not False)
+            self._copy_from(0, include_buffers=broadcast_buffers is not False)
         self._connect(inventory)
 
     # --- training
@@ -154,7 +159,10 @@ class DistributedDataParallel(nn.Module):
         """
         trains = torch.is_grad_enabled()
         if trains:
-            self._prepare()
+            if self._join_config.enable:
+                self._prepare_joined()
+            else:
+                self._prepare()
         if self._to_device is not None:
             inputs, kwargs = _moved((inputs, kwargs), self._to_device)
         output = self.module(*inputs, **kwargs)
@@ -250,23 +258,58 @@ class DistributedDataParallel(nn.Module):
         self._comm_hook = CommHook(state, hook, group_timeout(self.process_group))
         self._reconnect(self._inventory)
 
+    @contextlib.contextmanager
     def join(
         self,
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Not supported, except with `enable=False`, where it does nothing.
+    ) -> Iterator[None]:
+        """Training in which ranks run out of batches at different times.
+
+        A rank that leaves the context while others are still training takes part in their reductions without a
+        gradient of its own; what they come to overwrites its gradients. When all are through, the parameters and
+        buffers of the last one are copied to all.
+
+        Inside, each training forward is followed by its backward, and both are in `no_sync` (or `weighted`), or both
+        are not. `torch.distributed.algorithms.join.Join` takes several objects, an optimizer with collectives of its
+        own among them.
+
+        Args:
+            divide_by_initial_world_size: Divide the sum of gradients by the number of all ranks, so that each batch
+                counts the same; False divides by the number of those that still have one.
+            enable: False: the context does nothing.
+            throw_on_early_termination: Raise on every rank as soon as one is through.
 
         Raises:
-            NotImplementedError: Unless `enable` is False.
+            RuntimeError: `throw_on_early_termination` was asked for, and a rank is through.
+            RankMismatchError: Ranks do different things in one forward.
         """
-        if enable:
-            raise NotImplementedError(
-                "join is not supported: give every rank the same number of batches (DistributedSampler with "
-                "drop_last=True), or end the epoch on all ranks when the first one runs out"
-            )
-        return contextlib.nullcontext()
+        try:
+            with Join(
+                [self],
+                enable,
+                throw_on_early_termination,
+                divide_by_initial_world_size=divide_by_initial_world_size,
+            ):
+                yield
+        finally:
+            self._leave_join()
+
+    def join_hook(self, **kwargs: typing.Any) -> StandIn:
+        """For `torch.distributed.algorithms.join.Join`; knows `divide_by_initial_world_size`."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return StandIn(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """A device that the group can send from."""
+        return next((parameter.device for parameter in self._inventory.tensors), torch.device("cpu"))
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return self.process_group
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -290,13 +333,13 @@ class DistributedDataParallel(nn.Module):
             [("parameter", inventory.lines), ("buffer", buffers), ("ignored name", ignored), ("option", options)],
         )
 
-    def _copy_first(self, *, include_buffers: bool) -> None:
+    def _copy_from(self, source: int, *, include_buffers: bool) -> None:
         tensors: list[torch.Tensor] = [
             parameter for name, parameter in self.module.named_parameters() if name not in self.parameters_to_ignore
         ]
         if include_buffers:
             tensors += [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
-        broadcast_from_first(tensors, self.process_group)
+        broadcast_from(source, tensors, self.process_group)
 
     def _connect(self, inventory: Inventory) -> None:
         """Makes the plan and what carries it out; asks nothing of other ranks."""
@@ -320,8 +363,54 @@ class DistributedDataParallel(nn.Module):
         """What a training forward needs beforehand."""
         if self._inventory.outdated():
             self._connect_anew()
-        if self.forward_sync_buffers and self.training and self._enabled:
+        if self._sends_buffers():
             self._sync_buffers()
+
+    def _sends_buffers(self) -> bool:
+        return self.forward_sync_buffers and self.training and self._enabled
+
+    # --- ranks that run out of batches: see `uneven`
+
+    def _prepare_joined(self) -> None:
+        """As `_prepare`, for ranks of which some may be through; these do the same in `_stand_in`."""
+        notified = Join.notify_join_context(self)
+        expected = self._meet((self._enabled, self._weight is not None, self._sends_buffers()))
+        if notified is not None:
+            notified.wait()
+        if self._inventory.outdated():
+            if len(expected.live) < expected.world_size:
+                raise ReductionError(
+                    "inside join, parameters were unfrozen, cast or moved after a rank had run out of batches, which "
+                    "cannot follow; change the module before"
+                )
+            self._connect_anew()
+        if expected.sends_buffers:
+            self._sync_buffers(expected.live[0])
+        if self._reducer is not None:
+            self._reducer.joining = True
+            self._reducer.expect(expected, by_live=not self._divide_by_initial_world_size)
+
+    def _stand_in(self) -> None:
+        """For one training forward and backward of the ranks that are not through, on one that is."""
+        expected = self._meet(None)
+        if expected.sends_buffers:
+            self._sync_buffers(expected.live[0])
+        if expected.reduces and self._reducer is not None:
+            self._reducer.stand_in(expected)
+
+    def _meet(self, mine: tuple[bool, bool, bool] | None) -> Round:
+        return meet(self.process_group, self.join_device, mine)
+
+    def _copy_last(self, is_last_joiner: bool) -> None:
+        """The model of the rank that has trained to the end, when all are through."""
+        source = find_last(self.process_group, self.join_device, is_last=is_last_joiner)
+        self._copy_from(source, include_buffers=self.forward_sync_buffers)
+        self._leave_join()
+
+    def _leave_join(self) -> None:
+        Joinable.__init__(self)  # torch leaves the configuration as it is
+        if self._reducer is not None:
+            self._reducer.leave_join()
 
     def _connect_anew(self) -> None:
         inventory = take_inventory(self.module, self.parameters_to_ignore)
@@ -363,6 +452,7 @@ class DistributedDataParallel(nn.Module):
 
     def __setstate__(self, state: dict[str, typing.Any], group: dist.ProcessGroup | None = None) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        Joinable.__init__(self)
         self._comm_hook = None  # its state may hold a process group, which cannot be saved
         self.device_mesh = None
         self.process_group = _group(group, None)
