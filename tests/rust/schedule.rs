@@ -326,15 +326,6 @@ fn forward_only_is_declared_and_not_guessed() {
 }
 
 #[test]
-fn stages_share_the_time_of_their_rank() {
-    let v = schedule(&[0, 1, 1, 0], 1, "0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0");
-    let simulation = v.simulate(&Costs::new(2.0, 3.0, 1.0).unwrap()).unwrap();
-    // Four forwards of half a rank's time each, then four backwards.
-    assert!((simulation.makespan() - 12.0).abs() < 1e-12);
-    assert!((simulation.bubble_rate() - 0.5).abs() < 1e-12);
-}
-
-#[test]
 fn costs_are_times() {
     for bad in [-1.0, f64::NAN, f64::INFINITY] {
         assert!(matches!(Costs::new(1.0, bad, 1.0), Err(Error::BadCost { what: "input_grad", .. })));

@@ -139,6 +139,26 @@ pub enum Error {
         /// How many actions it has.
         actions: usize,
     },
+    /// Memory that no action can add or free.
+    #[error("the cost {what} must be finite, but is {value}")]
+    BadMemory {
+        /// Which cost.
+        what: &'static str,
+        /// What was given.
+        value: f64,
+    },
+    /// Costs that are not one for each stage.
+    #[error(
+        "the cost {what} has {given} numbers for {stages} stages; give one number for all, or one for each"
+    )]
+    CostsDiffer {
+        /// Which cost.
+        what: &'static str,
+        /// How many were given.
+        given: usize,
+        /// How many stages there are.
+        stages: usize,
+    },
     /// More parts than there are layers to put into them.
     #[error("{layers} layers cannot be divided into {parts} parts, since each needs at least 1 layer: {}", at_most(*layers))]
     TooManyParts {

@@ -5,8 +5,8 @@
 
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::PyBool;
-use torchrelay_core::Cost;
+use pyo3::types::{PyBool, PyString};
+use torchrelay_core::{Cost, PerStage};
 
 use crate::errors::PlanError;
 
@@ -60,6 +60,26 @@ fn number(object: &Bound<'_, PyAny>, place: impl Fn() -> String) -> PyResult<Cos
         } else {
             PyTypeError::new_err(format!("{} must be a number, not {}", place(), type_name(object)))
         }
+    })
+}
+
+/// A number, or a sequence with a number for each stage.
+pub fn per_stage(what: &str, object: &Bound<'_, PyAny>) -> PyResult<PerStage> {
+    if object.hasattr("__iter__")? && !object.is_instance_of::<PyString>() {
+        let mut each = Vec::with_capacity(object.len().unwrap_or_default());
+        for (stage, object) in object.try_iter()?.enumerate() {
+            each.push(float(&object?, || format!("{what} of stage {stage}"))?);
+        }
+        return Ok(PerStage::Each(each));
+    }
+    float(object, || what.to_owned()).map(PerStage::All)
+}
+
+fn float(object: &Bound<'_, PyAny>, place: impl Fn() -> String) -> PyResult<f64> {
+    #[allow(clippy::cast_precision_loss)] // such an integer is rounded, as Python does
+    number(object, place).map(|number| match number {
+        Cost::Whole(whole) => whole as f64,
+        Cost::Real(real) => real,
     })
 }
 

@@ -30,6 +30,8 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::SumOverflow { .. }
         | Error::BadCost { .. }
         | Error::DurationsDiffer { .. }
+        | Error::BadMemory { .. }
+        | Error::CostsDiffer { .. }
         | Error::TooManyParts { .. }
         | Error::BadLayerCost { .. }
         | Error::UnknownOption { .. }

@@ -2,10 +2,10 @@
 
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyTuple, PyType};
+use pyo3::types::{PyDict, PyList, PyTuple, PyType};
 use torchrelay_core as core;
 
-use crate::convert::{count, counts};
+use crate::convert::{count, counts, per_stage};
 use crate::errors::to_py;
 
 /// One thing that a rank does.
@@ -181,8 +181,9 @@ impl Schedule {
     /// The schedule in time.
     #[pyo3(signature = (costs=None))]
     fn simulate(&self, py: Python<'_>, costs: Option<&Bound<'_, Costs>>) -> PyResult<Simulation> {
-        let costs = costs.map_or_else(core::Costs::default, |costs| costs.get().0);
-        py.detach(|| self.0.simulate(&costs)).map(Simulation).map_err(to_py)
+        let usual = core::Costs::default();
+        let costs = costs.map_or(&usual, |costs| &costs.get().0);
+        py.detach(|| self.0.simulate(costs)).map(Simulation).map_err(to_py)
     }
 
     /// The schedule in time, given how long each action takes: a list for each rank.
@@ -242,7 +243,7 @@ impl Schedule {
     }
 }
 
-/// The time that a rank takes for one micro-batch.
+/// What the actions of each stage cost.
 #[pyclass(frozen, eq, module = "torchrelay._core")]
 #[derive(PartialEq)]
 pub struct Costs(core::Costs);
@@ -250,39 +251,170 @@ pub struct Costs(core::Costs);
 #[pymethods]
 impl Costs {
     #[new]
-    #[pyo3(signature = (forward=1.0, input_grad=1.0, weight_grad=1.0))]
-    fn new(forward: f64, input_grad: f64, weight_grad: f64) -> PyResult<Self> {
-        core::Costs::new(forward, input_grad, weight_grad).map(Self).map_err(to_py)
+    #[pyo3(signature = (
+        forward=None, input_grad=None, weight_grad=None, *, backward=None, recompute=None, overlap=1.0, transfer=None,
+        latency=None, links="parallel", forward_memory=None, input_grad_memory=None, weight_grad_memory=None,
+    ))]
+    #[allow(clippy::too_many_arguments)] // all but three by name
+    fn new(
+        forward: Option<&Bound<'_, PyAny>>,
+        input_grad: Option<&Bound<'_, PyAny>>,
+        weight_grad: Option<&Bound<'_, PyAny>>,
+        backward: Option<&Bound<'_, PyAny>>,
+        recompute: Option<&Bound<'_, PyAny>>,
+        overlap: f64,
+        transfer: Option<&Bound<'_, PyAny>>,
+        latency: Option<&Bound<'_, PyAny>>,
+        links: &str,
+        forward_memory: Option<&Bound<'_, PyAny>>,
+        input_grad_memory: Option<&Bound<'_, PyAny>>,
+        weight_grad_memory: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let given = |what: &str, object: Option<&Bound<'_, PyAny>>| {
+            object.map(|object| per_stage(&format!("the cost {what}"), object)).transpose()
+        };
+        let usual = core::Costs::default();
+        let costs = core::Costs {
+            forward: given("forward", forward)?.unwrap_or(usual.forward),
+            input_grad: given("input_grad", input_grad)?.unwrap_or(usual.input_grad),
+            weight_grad: given("weight_grad", weight_grad)?.unwrap_or(usual.weight_grad),
+            backward: given("backward", backward)?,
+            recompute: given("recompute", recompute)?,
+            overlap,
+            transfer: given("transfer", transfer)?.unwrap_or(usual.transfer),
+            latency: given("latency", latency)?.unwrap_or(usual.latency),
+            links: links.parse().map_err(to_py)?,
+            forward_memory: given("forward_memory", forward_memory)?.unwrap_or(usual.forward_memory),
+            input_grad_memory: given("input_grad_memory", input_grad_memory)?
+                .unwrap_or(usual.input_grad_memory),
+            weight_grad_memory: given("weight_grad_memory", weight_grad_memory)?
+                .unwrap_or(usual.weight_grad_memory),
+        };
+        costs.check(None).map_err(to_py)?;
+        Ok(Self(costs))
     }
 
     #[getter]
-    fn forward(&self) -> f64 {
-        self.0.forward()
+    fn forward<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        numbers(py, &self.0.forward)
     }
 
     #[getter]
-    fn input_grad(&self) -> f64 {
-        self.0.input_grad()
+    fn input_grad<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        numbers(py, &self.0.input_grad)
     }
 
     #[getter]
-    fn weight_grad(&self) -> f64 {
-        self.0.weight_grad()
+    fn weight_grad<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        numbers(py, &self.0.weight_grad)
     }
 
-    fn __repr__(&self) -> String {
-        let (forward, input_grad, weight_grad) = self.__getnewargs__();
-        format!("Costs(forward={forward:?}, input_grad={input_grad:?}, weight_grad={weight_grad:?})")
+    #[getter]
+    fn backward<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.0.backward.as_ref().map(|costs| numbers(py, costs)).transpose()
     }
 
-    fn __getnewargs__(&self) -> (f64, f64, f64) {
-        (self.forward(), self.input_grad(), self.weight_grad())
+    #[getter]
+    fn recompute<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.0.recompute.as_ref().map(|costs| numbers(py, costs)).transpose()
     }
+
+    #[getter]
+    fn overlap(&self) -> f64 {
+        self.0.overlap
+    }
+
+    #[getter]
+    fn transfer<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        numbers(py, &self.0.transfer)
+    }
+
+    #[getter]
+    fn latency<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        numbers(py, &self.0.latency)
+    }
+
+    #[getter]
+    fn links(&self) -> &'static str {
+        self.0.links.name()
+    }
+
+    #[getter]
+    fn forward_memory<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        numbers(py, &self.0.forward_memory)
+    }
+
+    #[getter]
+    fn input_grad_memory<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        numbers(py, &self.0.input_grad_memory)
+    }
+
+    #[getter]
+    fn weight_grad_memory<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        numbers(py, &self.0.weight_grad_memory)
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let ((), named) = self.__getnewargs_ex__(py)?;
+        let parts: PyResult<Vec<_>> =
+            named.iter().map(|(name, value)| Ok(format!("{name}={}", value.repr()?))).collect();
+        Ok(format!("Costs({})", parts?.join(", ")))
+    }
+
+    /// The three times, and whatever is not as by default.
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<((), Bound<'py, PyDict>)> {
+        let named = PyDict::new(py);
+        let (costs, usual) = (&self.0, core::Costs::default());
+        for (name, value) in [
+            ("forward", &costs.forward),
+            ("input_grad", &costs.input_grad),
+            ("weight_grad", &costs.weight_grad),
+        ] {
+            named.set_item(name, numbers(py, value)?)?;
+        }
+        for (name, value) in [("backward", &costs.backward), ("recompute", &costs.recompute)] {
+            if let Some(value) = value {
+                named.set_item(name, numbers(py, value)?)?;
+            }
+        }
+        for (name, value, usual) in [
+            ("transfer", &costs.transfer, &usual.transfer),
+            ("latency", &costs.latency, &usual.latency),
+            ("forward_memory", &costs.forward_memory, &usual.forward_memory),
+            ("input_grad_memory", &costs.input_grad_memory, &usual.input_grad_memory),
+            ("weight_grad_memory", &costs.weight_grad_memory, &usual.weight_grad_memory),
+        ] {
+            if value != usual {
+                named.set_item(name, numbers(py, value)?)?;
+            }
+        }
+        if costs.overlap.to_bits() != usual.overlap.to_bits() {
+            named.set_item("overlap", costs.overlap)?;
+        }
+        if costs.links != usual.links {
+            named.set_item("links", costs.links.name())?;
+        }
+        Ok(((), named))
+    }
+}
+
+/// A number, or a list of one per stage.
+fn numbers<'py>(py: Python<'py>, costs: &core::PerStage) -> PyResult<Bound<'py, PyAny>> {
+    Ok(match costs {
+        core::PerStage::All(value) => value.into_pyobject(py)?.into_any(),
+        core::PerStage::Each(values) => PyList::new(py, values)?.into_any(),
+    })
 }
 
 /// A schedule in time.
 #[pyclass(frozen, module = "torchrelay._core")]
 pub struct Simulation(core::Simulation);
+
+/// A rank, what it does, and when that starts and ends.
+type Step = (usize, Action, f64, f64);
+
+/// When a rank has nothing to do, why, and the action that is to blame.
+type Idle = (f64, f64, &'static str, Option<Action>);
 
 #[pymethods]
 impl Simulation {
@@ -292,21 +424,70 @@ impl Simulation {
     }
 
     #[getter]
+    fn cost(&self) -> f64 {
+        self.0.cost()
+    }
+
+    #[getter]
     fn bubble_rate(&self) -> f64 {
         self.0.bubble_rate()
+    }
+
+    #[getter]
+    fn bubble(&self) -> Vec<f64> {
+        self.0.bubble()
+    }
+
+    #[getter]
+    fn peak_memory(&self) -> Vec<f64> {
+        self.0.peak_memory().to_vec()
+    }
+
+    #[getter]
+    fn critical_path(&self, py: Python<'_>) -> Vec<Step> {
+        let path = py.detach(|| self.0.critical_path());
+        path.into_iter().map(|(rank, span)| (rank, Action(span.action), span.start, span.end)).collect()
     }
 
     /// What a rank does, and when it starts and ends.
     fn spans<'py>(&self, py: Python<'py>, rank: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let rank = count("the rank", rank)?;
-        let spans = self.0.spans(rank).ok_or_else(|| no_such("rank", rank, self.0.ranks()))?;
+        let spans = self.0.spans(rank).ok_or_else(|| self.no_such(rank))?;
         let tuples: PyResult<Vec<Bound<'py, PyTuple>>> =
             spans.iter().map(|span| (Action(span.action), span.start, span.end).into_pyobject(py)).collect();
         PyList::new(py, tuples?)
     }
 
+    /// When a rank has nothing to do, and why.
+    fn idle(&self, py: Python<'_>, rank: &Bound<'_, PyAny>) -> PyResult<Vec<Idle>> {
+        let rank = count("the rank", rank)?;
+        let idle = py.detach(|| self.0.idle(rank)).ok_or_else(|| self.no_such(rank))?;
+        let tuple = |idle: core::Idle| {
+            let (cause, action) = match idle.cause {
+                core::Cause::Waits(action) => ("waits", Some(Action(action))),
+                core::Cause::Transfer(action) => ("transfer", Some(Action(action))),
+                core::Cause::Sends(action) => ("sends", Some(Action(action))),
+                core::Cause::Done => ("done", None),
+            };
+            (idle.start, idle.end, cause, action)
+        };
+        Ok(idle.into_iter().map(tuple).collect())
+    }
+
+    /// What a rank holds from each time on.
+    fn memory(&self, rank: &Bound<'_, PyAny>) -> PyResult<Vec<(f64, f64)>> {
+        let rank = count("the rank", rank)?;
+        self.0.memory(rank).map(<[_]>::to_vec).ok_or_else(|| self.no_such(rank))
+    }
+
     fn __repr__(&self) -> String {
         format!("<Simulation: makespan {}, bubble rate {:.4}>", self.makespan(), self.bubble_rate())
+    }
+}
+
+impl Simulation {
+    fn no_such(&self, rank: usize) -> PyErr {
+        no_such("rank", rank, self.0.ranks())
     }
 }
 

@@ -6,8 +6,8 @@
 
 use std::fmt::Write as _;
 
-use super::Schedule;
 use super::action::{Action, Kind};
+use super::{Costs, Schedule};
 
 /// More rows than this are cut in the middle.
 const MAX_ROWS: usize = 32;
@@ -71,24 +71,31 @@ impl Schedule {
     /// What each rank does when, and whether that is time: a schedule that cannot be carried out has only positions.
     fn rows(&self) -> (Vec<Row>, bool) {
         let split = self.actions.iter().flatten().any(|action| action.kind() == Kind::WeightGrad);
-        let duration = |_, _, kind| if split && kind == Kind::Backward { 2.0 } else { 1.0 };
+        let backward = if split { 2.0 } else { 1.0 };
         let by_position = |actions: &Vec<Action>| {
             let bar = |(start, &action)| Bar { action, start, end: start + 1 };
             actions.iter().enumerate().map(bar).collect()
         };
-        match self.in_time(duration) {
+        match self.simulate(&Costs { backward: Some(backward.into()), ..Costs::default() }) {
             Err(_) => (self.actions.iter().map(by_position).collect(), false),
             #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // sums of ones and twos
-            Ok(ranks) => {
-                let bars = ranks.into_iter().map(|spans| {
-                    let bar = |span: super::Span| Bar {
-                        action: span.action,
-                        start: span.start as usize,
-                        end: span.end as usize,
-                    };
-                    spans.into_iter().map(bar).collect()
-                });
-                (bars.collect(), true)
+            Ok(simulation) => {
+                let bar = |span: &super::Span| Bar {
+                    action: span.action,
+                    start: span.start as usize,
+                    end: span.end as usize,
+                };
+                let row = |rank| {
+                    let mut row: Row = simulation.spans(rank).unwrap_or_default().iter().map(bar).collect();
+                    // Two that overlap are drawn one after the other, in the time of both.
+                    for &position in self.overlaps(rank) {
+                        let forward_ends = row.get(position).map_or(0, |bar| bar.start + 1);
+                        row.iter_mut().skip(position).take(1).for_each(|bar| bar.end = forward_ends);
+                        row.iter_mut().skip(position + 1).take(1).for_each(|bar| bar.start = forward_ends);
+                    }
+                    row
+                };
+                ((0..simulation.ranks()).map(row).collect(), true)
             }
         }
     }

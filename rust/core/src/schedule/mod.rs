@@ -4,6 +4,7 @@
 //! it out follows each rank's list from first to last, waiting only for the actions of other ranks that one needs.
 
 mod action;
+mod costs;
 mod csv;
 mod draw;
 mod entry;
@@ -18,11 +19,12 @@ mod verify;
 mod walk;
 
 pub use action::{Action, Kind, MAX_STAGES};
+pub use costs::{Costs, Links, PerStage};
 pub use entry::Entry;
 pub use held::Held;
 pub use makers::{Gpipe, Maker, Recompute, make_gpipe};
 pub use placement::Placement;
-pub use simulate::{Costs, Simulation, Span};
+pub use simulate::{Cause, Idle, Simulation, Span};
 pub use verify::At;
 pub use walk::Blocked;
 
