@@ -23,7 +23,7 @@ proptest! {
                 prop_assert_eq!(schedule.verify(), Ok(()));
                 prop_assert_eq!((schedule.name(), schedule.ranks(), schedule.microbatches()), (maker.name(), p, m));
                 for rank in 0..p {
-                    prop_assert_eq!(&maker.make_rank(p, m, v, rank).unwrap(), schedule.actions(rank).unwrap());
+                    prop_assert_eq!(maker.make_rank(p, m, v, rank).unwrap(), schedule.entries(rank).collect::<Vec<_>>());
                 }
                 prop_assert!(maker.make_rank(p, m, v, p).is_err());
             }

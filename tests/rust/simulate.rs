@@ -6,7 +6,9 @@
 use std::collections::HashMap;
 
 use proptest::prelude::*;
-use torchrelay_core::{Action, Cause, Costs, Error, Kind, Links, Maker, PerStage, Schedule, Simulation};
+use torchrelay_core::{
+    Action, Cause, Costs, Entry, Error, Kind, Links, Maker, PerStage, Schedule, Simulation,
+};
 
 fn make(maker: Maker, p: usize, m: usize) -> Schedule {
     maker.make(p, m, None).unwrap()
@@ -36,20 +38,23 @@ fn costs(stages: usize) -> impl Strategy<Value = Costs> {
     let parts = (time(), time(), time(), prop::option::of(time()), prop::option::of(time()));
     let memory = (per_stage(stages, -3, 5), per_stage(stages, -5, 3), per_stage(stages, -5, 3));
     let links = prop::sample::select(&[Links::Parallel, Links::Serial, Links::Blocking]);
-    (parts, (time(), time(), links), memory).prop_map(|(parts, (transfer, latency, links), memory)| Costs {
-        forward: parts.0,
-        input_grad: parts.1,
-        weight_grad: parts.2,
-        backward: parts.3,
-        recompute: parts.4,
-        overlap: 1.0,
-        transfer,
-        latency,
-        links,
-        forward_memory: memory.0,
-        input_grad_memory: memory.1,
-        weight_grad_memory: memory.2,
-    })
+    let overlap = prop::sample::select(&[0.5, 1.0]);
+    (parts, (time(), time(), links, overlap), memory).prop_map(
+        |(parts, (transfer, latency, links, overlap), memory)| Costs {
+            forward: parts.0,
+            input_grad: parts.1,
+            weight_grad: parts.2,
+            backward: parts.3,
+            recompute: parts.4,
+            overlap,
+            transfer,
+            latency,
+            links,
+            forward_memory: memory.0,
+            input_grad_memory: memory.1,
+            weight_grad_memory: memory.2,
+        },
+    )
 }
 
 fn made_and_costs() -> impl Strategy<Value = (Schedule, Costs)> {
@@ -60,61 +65,74 @@ fn made_and_costs() -> impl Strategy<Value = (Schedule, Costs)> {
     })
 }
 
-/// When each action begins and ends, found by looking again and again for an action that can be timed.
+/// When each action begins and ends, found by looking again and again for an entry that can be timed.
 fn slowly(schedule: &Schedule, costs: &Costs) -> HashMap<Action, (f64, f64)> {
     let mut done: HashMap<Action, (f64, f64)> = HashMap::new();
     let mut arrivals: HashMap<Action, f64> = HashMap::new();
     let mut links: HashMap<(usize, usize), f64> = HashMap::new();
+    let lists: Vec<Vec<Entry>> = (0..schedule.ranks()).map(|rank| schedule.entries(rank).collect()).collect();
     let mut heads = vec![0; schedule.ranks()];
     let mut free = vec![0.0f64; schedule.ranks()];
+    let time = |action: Action| {
+        let stage = action.stage();
+        match action.kind() {
+            Kind::Forward => costs.forward.of(stage),
+            Kind::InputGrad => costs.input_grad.of(stage),
+            Kind::WeightGrad => costs.weight_grad.of(stage),
+            Kind::Backward => match &costs.backward {
+                Some(backward) => backward.of(stage),
+                None => costs.input_grad.of(stage) + costs.weight_grad.of(stage),
+            },
+            _ => costs.recompute.as_ref().unwrap_or(&costs.forward).of(stage),
+        }
+    };
     loop {
         let before = done.len();
         for rank in 0..schedule.ranks() {
-            let Some(&action) = schedule.actions(rank).unwrap().get(heads[rank]) else { continue };
-            let (stage, i) = (action.stage(), action.microbatch());
-            let arrival = |kinds: &[Kind], stage| {
-                kinds.iter().find_map(|&kind| arrivals.get(&Action::new(kind, stage, i).unwrap())).copied()
-            };
-            let there = match action.kind() {
-                Kind::Forward if stage > 0 => arrival(&[Kind::Forward], stage - 1),
-                Kind::Backward | Kind::InputGrad if stage + 1 < schedule.stages() => {
-                    arrival(&[Kind::Backward, Kind::InputGrad], stage + 1)
+            let Some(&entry) = lists[rank].get(heads[rank]) else { continue };
+            let there = |action: Action| {
+                let (stage, i) = (action.stage(), action.microbatch());
+                let arrival = |kinds: &[Kind], stage| {
+                    kinds
+                        .iter()
+                        .find_map(|&kind| arrivals.get(&Action::new(kind, stage, i).unwrap()))
+                        .copied()
+                };
+                match action.kind() {
+                    Kind::Forward if stage > 0 => arrival(&[Kind::Forward], stage - 1),
+                    Kind::Backward | Kind::InputGrad if stage + 1 < schedule.stages() => {
+                        arrival(&[Kind::Backward, Kind::InputGrad], stage + 1)
+                    }
+                    _ => Some(0.0),
                 }
-                _ => Some(0.0),
             };
-            let Some(there) = there else { continue };
-            let time = match action.kind() {
-                Kind::Forward => costs.forward.of(stage),
-                Kind::InputGrad => costs.input_grad.of(stage),
-                Kind::WeightGrad => costs.weight_grad.of(stage),
-                Kind::Backward => match &costs.backward {
-                    Some(backward) => backward.of(stage),
-                    None => costs.input_grad.of(stage) + costs.weight_grad.of(stage),
-                },
-                _ => costs.recompute.as_ref().unwrap_or(&costs.forward).of(stage),
-            };
-            let start = free[rank].max(there);
-            let end = start + time;
+            let Some(needed) = entry.actions().map(there).collect::<Option<Vec<_>>>() else { continue };
+            let start = needed.into_iter().fold(free[rank], f64::max);
+            let alone: f64 = entry.actions().map(time).sum();
+            let end = start + if matches!(entry, Entry::Overlap(..)) { alone * costs.overlap } else { alone };
             free[rank] = end;
             heads[rank] += 1;
-            done.insert(action, (start, end));
-            let (other, boundary) = match action.kind() {
-                Kind::Forward => (stage + 1, stage),
-                Kind::Backward | Kind::InputGrad if stage > 0 => (stage - 1, stage - 1),
-                _ => continue,
-            };
-            let Some(other) = schedule.rank_of(other) else { continue };
-            if other == rank {
-                arrivals.insert(action, end);
-                continue;
+            for action in entry.actions() {
+                done.insert(action, (start, end));
+                let stage = action.stage();
+                let (other, boundary) = match action.kind() {
+                    Kind::Forward => (stage + 1, stage),
+                    Kind::Backward | Kind::InputGrad if stage > 0 => (stage - 1, stage - 1),
+                    _ => continue,
+                };
+                let Some(other) = schedule.rank_of(other) else { continue };
+                if other == rank {
+                    arrivals.insert(action, end);
+                    continue;
+                }
+                let link = links.entry((rank, other)).or_default();
+                let begin = if costs.links == Links::Serial { link.max(end) } else { end };
+                *link = begin + costs.transfer.of(boundary);
+                if costs.links == Links::Blocking {
+                    free[rank] = free[rank].max(*link);
+                }
+                arrivals.insert(action, *link + costs.latency.of(boundary));
             }
-            let link = links.entry((rank, other)).or_default();
-            let begin = if costs.links == Links::Serial { link.max(end) } else { end };
-            *link = begin + costs.transfer.of(boundary);
-            if costs.links == Links::Blocking {
-                free[rank] = *link;
-            }
-            arrivals.insert(action, *link + costs.latency.of(boundary));
         }
         if done.len() == before {
             return done;
@@ -202,7 +220,9 @@ proptest! {
         prop_assert_eq!(path.last().unwrap().1.end, simulation.makespan());
         for pair in path.windows(2) {
             let ((rank, before), (next_rank, after)) = (pair[0], pair[1]);
-            if rank == next_rank && costs.links != Links::Blocking {
+            if rank == next_rank && before.start == after.start && before.end > before.start {
+                prop_assert!(before.end == after.end); // the two overlap
+            } else if rank == next_rank && costs.links != Links::Blocking {
                 prop_assert_eq!(before.end, after.start);
             } else if rank != next_rank && costs.links != Links::Serial {
                 let stage = before.action.stage().min(after.action.stage());
@@ -210,6 +230,18 @@ proptest! {
                 prop_assert!(close(before.end + way, after.start));
             }
         }
+    }
+
+    #[test]
+    fn dualpipe_v_has_the_bubble_of_its_formula(p in 1u32..9, rounds in 2u32..4, w in 1u32..4, i in 0u32..6) {
+        // Each time is of one of a rank's two stages; a forward takes as long as an input's gradient.
+        let (f, i) = (i + w, i + w);
+        let m = 2 * p * rounds;
+        let costs = times(f, i, w);
+        let simulation = make(Maker::DualpipeV, p as usize, m as usize).simulate(&costs).unwrap();
+        let both = f64::from(f + i + w);
+        let bubble = simulation.cost() - simulation.work()[0];
+        prop_assert!(close(bubble, f64::from(p - 1) * (both + f64::from(i + w) - 3.0 * f64::from(w))), "{}", bubble);
     }
 
     #[test]

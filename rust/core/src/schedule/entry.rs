@@ -31,6 +31,20 @@ impl Entry {
     }
 }
 
+/// A list of actions as entries, given where the pairs begin.
+pub(super) fn entries(actions: &[Action], overlaps: &[usize]) -> impl Iterator<Item = Entry> {
+    let mut actions = actions.iter().copied().enumerate();
+    let mut overlaps = overlaps.iter().copied().peekable();
+    std::iter::from_fn(move || {
+        let (position, first) = actions.next()?;
+        if overlaps.next_if_eq(&position).is_none() {
+            return Some(Entry::Single(first));
+        }
+        let (_, second) = actions.next()?;
+        Some(Entry::Overlap(first, second))
+    })
+}
+
 /// Whether two kinds may overlap, in this order.
 pub(super) const fn may_overlap(first: Kind, second: Kind) -> bool {
     matches!(first, Kind::Forward) && matches!(second, Kind::Backward | Kind::InputGrad)

@@ -148,16 +148,7 @@ impl Schedule {
 
     /// A rank's actions, those that overlap as one entry; empty if there is no such rank.
     pub fn entries(&self, rank: usize) -> impl Iterator<Item = Entry> {
-        let mut actions = self.actions(rank).unwrap_or_default().iter().copied().enumerate();
-        let mut overlaps = self.overlaps(rank).iter().copied().peekable();
-        std::iter::from_fn(move || {
-            let (position, first) = actions.next()?;
-            if overlaps.next_if_eq(&position).is_none() {
-                return Some(Entry::Single(first));
-            }
-            let (_, second) = actions.next()?;
-            Some(Entry::Overlap(first, second))
-        })
+        entry::entries(self.actions(rank).unwrap_or_default(), self.overlaps(rank))
     }
 
     /// The place of a pair in a table with a row per stage.

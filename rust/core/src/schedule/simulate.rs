@@ -62,6 +62,8 @@ pub struct Simulation {
     peak_memory: Vec<f64>,
     stages: usize,
     microbatches: usize,
+    /// Where the pairs that overlap begin.
+    overlaps: Vec<Vec<usize>>,
 }
 
 impl Simulation {
@@ -93,6 +95,11 @@ impl Simulation {
         if cost > 0.0 { (cost - work) / cost } else { 0.0 }
     }
 
+    /// For each rank, how long its actions take together, but for recomputations.
+    pub fn work(&self) -> &[f64] {
+        &self.work
+    }
+
     /// For each rank, how long it has nothing to do until the last rank is done.
     pub fn bubble(&self) -> Vec<f64> {
         let makespan = self.makespan();
@@ -120,10 +127,20 @@ impl Simulation {
             }
         };
         let mut previous: Option<&Span> = None;
-        for span in spans {
+        for (index, first) in spans.iter().enumerate() {
+            if self.pair(rank, index).is_some_and(|(first, _)| first != index) {
+                continue; // seen with the first of the two
+            }
+            let (last, span) = match self.pair(rank, index) {
+                Some((_, last)) => {
+                    (last, self.blamed(rank, index).and_then(|at| spans.get(at)).unwrap_or(first))
+                }
+                None => (index, first),
+            };
+            let ready = |span: &Span| span.ready.unwrap_or(0.0);
             let free = previous.map_or(0.0, |span| span.end);
             // Until then the rank was held up by what it needs; if it began later, by its own transfer.
-            let there = span.ready.unwrap_or(free).max(free);
+            let there = ready(span).max(free);
             if let Some(needed) = self.needed(span, &places) {
                 let ended = needed.end.clamp(free, there);
                 push(free, ended, Cause::Waits(needed.action));
@@ -132,7 +149,7 @@ impl Simulation {
             if let Some(previous) = previous {
                 push(there, span.start, Cause::Sends(previous.action));
             }
-            previous = Some(span);
+            previous = spans.get(last);
         }
         push(previous.map_or(0.0, |span| span.end), self.makespan(), Cause::Done);
         Some(found)
@@ -150,18 +167,37 @@ impl Simulation {
         let end = |&(rank, index): &(usize, usize)| self.span(rank, index).map_or(0.0, |span| span.end);
         let mut next = ends.max_by(|a, b| end(a).total_cmp(&end(b)));
         let mut path = Vec::new();
-        while let Some((rank, index)) = next {
-            let Some(&span) = self.span(rank, index) else { break };
-            path.push((rank, span));
-            let previous = index.checked_sub(1).map(|index| (rank, index));
-            let before = previous.and_then(|(rank, index)| self.span(rank, index));
-            // The rank was free, or is at work on what overlaps.
-            let was_free = before.is_none_or(|before| before.end < span.start || before.start >= span.start);
-            let waited = was_free && span.ready.is_some_and(|ready| ready >= span.start && ready > 0.0);
+        while let Some((rank, reached)) = next {
+            let index = self.blamed(rank, reached).unwrap_or(reached);
+            let (Some(&first), Some(&span)) = (self.span(rank, reached), self.span(rank, index)) else {
+                break;
+            };
+            path.push((rank, first));
+            if index != reached {
+                path.push((rank, span));
+            }
+            let begin = self.pair(rank, index).map_or(index, |(first, _)| first);
+            let previous = begin.checked_sub(1).map(|index| (rank, index));
+            let waited = span.ready.is_some_and(|ready| ready >= span.start)
+                && previous.as_ref().map_or(0.0, end) < span.start;
             next = if waited { self.needed_place(&span, &places) } else { previous };
         }
         path.reverse();
         path
+    }
+
+    /// Where the two of a pair stand that overlap, given either.
+    fn pair(&self, rank: usize, index: usize) -> Option<(usize, usize)> {
+        let overlaps = self.overlaps.get(rank)?;
+        let begins = |index: &usize| overlaps.binary_search(index).is_ok();
+        [Some(index), index.checked_sub(1)].into_iter().flatten().find(begins).map(|first| (first, first + 1))
+    }
+
+    /// Which of two that overlap could begin later.
+    fn blamed(&self, rank: usize, index: usize) -> Option<usize> {
+        let (first, second) = self.pair(rank, index)?;
+        let ready = |index| self.span(rank, index).and_then(|span| span.ready).unwrap_or(0.0);
+        Some(if ready(second) > ready(first) { second } else { first })
     }
 
     fn span(&self, rank: usize, index: usize) -> Option<&Span> {
@@ -315,6 +351,7 @@ impl<'a> Clock<'a> {
                 peak_memory: vec![0.0; ranks],
                 stages,
                 microbatches,
+                overlaps: schedule.overlaps.clone(),
             },
         }
     }

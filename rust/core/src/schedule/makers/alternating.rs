@@ -1,7 +1,7 @@
 //! What 1f1b and its kin have in common: forwards to warm up, then a forward and a backward in turn, then the other backwards.
 
-use super::super::action::{Action, Kind};
-use super::writer::Writer;
+use super::super::action::Kind;
+use super::writer::{List, Writer};
 
 /// How a rank alternates.
 pub(super) struct Alternating {
@@ -19,7 +19,7 @@ pub(super) struct Alternating {
 }
 
 impl Alternating {
-    pub(super) fn write(&self, mut writer: Writer) -> Vec<Action> {
+    pub(super) fn write(&self, mut writer: Writer) -> List {
         let warm_up = self.warm_up.min(self.total);
         let chunk = |step: usize| step / self.round % self.chunks;
         let forward = |writer: &mut Writer, step| writer.next(Kind::Forward, chunk(step));

@@ -13,8 +13,8 @@
 
 use std::collections::VecDeque;
 
-use super::super::action::{Action, Kind};
-use super::{Maker, Shape, Writer};
+use super::super::action::Kind;
+use super::{List, Maker, Shape, Writer};
 use crate::error::{Error, Result};
 
 /// There must be a micro-batch for every stage.
@@ -32,7 +32,7 @@ pub(super) fn check(shape: Shape) -> Result<()> {
     })
 }
 
-pub(super) fn list(shape: Shape, rank: usize, writer: Writer) -> Vec<Action> {
+pub(super) fn list(shape: Shape, rank: usize, writer: Writer) -> List {
     use Kind::Forward;
     let Shape { p, m, .. } = shape;
     let mut phases = Phases { writer, postponed: VecDeque::new() };
@@ -55,13 +55,13 @@ pub(super) fn list(shape: Shape, rank: usize, writer: Writer) -> Vec<Action> {
             phases.writer.next(Forward, 0);
             phases.backward(1, false);
         } else {
-            phases.pair(0, 1);
+            phases.writer.pair(0, 1);
         }
-        phases.pair(1, 0);
+        phases.writer.pair(1, 0);
     }
     for _ in 0..before {
         phases.backward(1, false);
-        phases.pair(1, 0);
+        phases.writer.pair(1, 0);
     }
     // Splitting starts half way, at the first or the second of a step's two backwards as the rank is odd or even.
     let mut split = false;
@@ -102,11 +102,5 @@ impl Phases {
         if let Some(chunk) = self.postponed.pop_front() {
             self.writer.next(Kind::WeightGrad, chunk);
         }
-    }
-
-    /// A forward and a whole backward of different stages.
-    fn pair(&mut self, forward: usize, backward: usize) {
-        self.writer.next(Kind::Forward, forward);
-        self.writer.next(Kind::Backward, backward);
     }
 }

@@ -12,7 +12,7 @@ use std::str::FromStr;
 
 use super::super::action::{Action, Kind};
 use super::super::{Schedule, checked_ranks};
-use super::Shape;
+use super::{List, Shape};
 use crate::error::{Error, Result};
 
 /// Which micro-batches keep only their input in forward, and are recomputed right before their backward.
@@ -90,8 +90,8 @@ pub fn make_gpipe(ranks: usize, microbatches: usize, options: Gpipe) -> Result<S
 }
 
 /// The list of one rank, with what is chosen by default.
-pub(super) fn list(shape: Shape, rank: usize) -> Vec<Action> {
-    with(shape.m, rank, Gpipe::default())
+pub(super) fn list(shape: Shape, rank: usize) -> List {
+    List { actions: with(shape.m, rank, Gpipe::default()), overlaps: Vec::new() }
 }
 
 fn with(microbatches: usize, rank: usize, options: Gpipe) -> Vec<Action> {

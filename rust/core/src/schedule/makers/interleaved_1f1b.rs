@@ -7,9 +7,8 @@
 //! rank 1 |   . 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1   .
 //! ```
 
-use super::super::action::Action;
 use super::alternating::Alternating;
-use super::{Maker, Shape, Writer};
+use super::{List, Maker, Shape, Writer};
 use crate::error::{Error, Result};
 use crate::limits::MAX_CELLS;
 
@@ -41,7 +40,7 @@ pub(super) fn check(maker: Maker, shape: Shape) -> Result<()> {
     })
 }
 
-pub(super) fn list(shape: Shape, rank: usize, writer: Writer) -> Vec<Action> {
+pub(super) fn list(shape: Shape, rank: usize, writer: Writer) -> List {
     let round = round(shape);
     let warm_up = (shape.v - 1) * round + 2 * (shape.p - 1 - rank);
     let alternating = Alternating { total: shape.v * shape.m, warm_up, round, chunks: shape.v, lag: None };

@@ -7,11 +7,10 @@
 //! rank 1 |   . 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
 //! ```
 
-use super::super::action::Action;
 use super::alternating::Alternating;
-use super::{Shape, Writer, interleaved_1f1b};
+use super::{List, Shape, Writer, interleaved_1f1b};
 
-pub(super) fn list(shape: Shape, rank: usize, writer: Writer) -> Vec<Action> {
+pub(super) fn list(shape: Shape, rank: usize, writer: Writer) -> List {
     let round = interleaved_1f1b::round(shape);
     let warm_up = (shape.v - 1) * round + shape.p - 1 - rank;
     let alternating =

@@ -7,10 +7,10 @@
 //! rank 1 |   . 1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0   .
 //! ```
 
-use super::super::action::{Action, Kind};
-use super::{Shape, Writer};
+use super::super::action::Kind;
+use super::{List, Shape, Writer};
 
-pub(super) fn list(shape: Shape, mut writer: Writer) -> Vec<Action> {
+pub(super) fn list(shape: Shape, mut writer: Writer) -> List {
     let m = u32::try_from(shape.m).unwrap_or(u32::MAX); // fits, being within the limit
     for chunk in 0..shape.v {
         (0..m).for_each(|i| writer.of(Kind::Forward, chunk, i));

@@ -21,10 +21,10 @@ use std::str::FromStr;
 
 pub use gpipe::{Gpipe, Recompute, make_gpipe};
 
-use super::{MAX_STAGES, Schedule};
+use super::{Entry, MAX_STAGES, Schedule, entry};
 use crate::error::{Error, Result};
 use crate::limits;
-use writer::Writer;
+use writer::{List, Writer};
 
 /// The size of a schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,8 +119,10 @@ impl Maker {
     /// [`Error::NotPermitted`] for those that the schedule's rule does not permit.
     pub fn make(self, ranks: usize, microbatches: usize, stages_per_rank: Option<usize>) -> Result<Schedule> {
         let shape = self.shape(ranks, microbatches, stages_per_rank)?;
-        let lists = (0..ranks).map(|rank| self.list(shape, rank)).collect();
-        Schedule::new(self.name(), &self.placement(shape), microbatches, true, lists)
+        let lists = (0..ranks).map(|rank| self.list(shape, rank)).map(|list| (list.actions, list.overlaps));
+        let (actions, overlaps) = lists.unzip();
+        Schedule::new(self.name(), &self.placement(shape), microbatches, true, actions)?
+            .with_overlaps(overlaps)
     }
 
     /// The list of one rank alone, in time and memory linear in its length: the same that [`Maker::make`] gives that rank.
@@ -133,12 +135,13 @@ impl Maker {
         microbatches: usize,
         stages_per_rank: Option<usize>,
         rank: usize,
-    ) -> Result<Vec<super::Action>> {
+    ) -> Result<Vec<Entry>> {
         let shape = self.shape(ranks, microbatches, stages_per_rank)?;
         if rank >= ranks {
             return Err(Error::NoSuchPlace { what: "rank", position: 0, index: rank, count: ranks });
         }
-        Ok(self.list(shape, rank))
+        let List { actions, overlaps } = self.list(shape, rank);
+        Ok(entry::entries(&actions, &overlaps).collect())
     }
 
     const fn stages(self) -> Stages {
@@ -197,7 +200,7 @@ impl Maker {
         Ok(shape)
     }
 
-    fn list(self, shape: Shape, rank: usize) -> Vec<super::Action> {
+    fn list(self, shape: Shape, rank: usize) -> List {
         let Shape { p, v, .. } = shape;
         let v_turn = self.in_a_v();
         let stage = |chunk| if v_turn && chunk == 1 { 2 * p - 1 - rank } else { chunk * p + rank };

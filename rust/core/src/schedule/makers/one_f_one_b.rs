@@ -8,11 +8,10 @@
 //! rank 2 |  .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
 //! ```
 
-use super::super::action::Action;
 use super::alternating::Alternating;
-use super::{Shape, Writer};
+use super::{List, Shape, Writer};
 
-pub(super) fn list(shape: Shape, rank: usize, writer: Writer) -> Vec<Action> {
+pub(super) fn list(shape: Shape, rank: usize, writer: Writer) -> List {
     let alternating =
         Alternating { total: shape.m, warm_up: shape.p - 1 - rank, round: shape.m, chunks: 1, lag: None };
     alternating.write(writer)

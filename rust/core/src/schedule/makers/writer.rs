@@ -16,6 +16,7 @@ struct Chunk {
 pub(super) struct Writer {
     chunks: Vec<Chunk>,
     actions: Vec<Action>,
+    overlaps: Vec<usize>,
 }
 
 impl Writer {
@@ -24,7 +25,7 @@ impl Writer {
         // Always fits, being within the limit.
         let narrow = |stage| u16::try_from(stage).unwrap_or(u16::MAX);
         let chunk = |stage| Chunk { stage: narrow(stage), forwards: 0, backwards: 0, weight_grads: 0 };
-        Self { chunks: stages.map(chunk).collect(), actions: Vec::new() }
+        Self { chunks: stages.map(chunk).collect(), actions: Vec::new(), overlaps: Vec::new() }
     }
 
     /// Writes the next micro-batch of this kind on a chunk; a whole backward and an input-gradient count as one kind.
@@ -49,6 +50,13 @@ impl Writer {
         }
     }
 
+    /// Writes the next forward of a chunk and the next whole backward of another, which overlap.
+    pub(super) fn pair(&mut self, forward: usize, backward: usize) {
+        self.overlaps.push(self.actions.len());
+        self.next(Kind::Forward, forward);
+        self.next(Kind::Backward, backward);
+    }
+
     /// How many forwards a chunk has.
     pub(super) fn forwards(&self, chunk: usize) -> usize {
         self.chunks.get(chunk).map_or(0, |at| at.forwards as usize)
@@ -60,7 +68,14 @@ impl Writer {
     }
 
     /// The list.
-    pub(super) fn done(self) -> Vec<Action> {
-        self.actions
+    pub(super) fn done(self) -> List {
+        List { actions: self.actions, overlaps: self.overlaps }
     }
+}
+
+/// What a rank does, and where in it the pairs that overlap begin.
+#[derive(Debug)]
+pub(super) struct List {
+    pub(super) actions: Vec<Action>,
+    pub(super) overlaps: Vec<usize>,
 }

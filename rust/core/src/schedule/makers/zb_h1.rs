@@ -10,11 +10,10 @@
 //!
 //! Bubble (p - 1)(F + I - W) for equal stages: "Zero Bubble Pipeline Parallelism", ICLR 2024.
 
-use super::super::action::Action;
 use super::alternating::Alternating;
-use super::{Shape, Writer};
+use super::{List, Shape, Writer};
 
-pub(super) fn list(shape: Shape, rank: usize, writer: Writer) -> Vec<Action> {
+pub(super) fn list(shape: Shape, rank: usize, writer: Writer) -> List {
     let warm_up = shape.p - 1 - rank;
     let alternating = Alternating { total: shape.m, warm_up, round: shape.m, chunks: 1, lag: Some(rank) };
     alternating.write(writer)

@@ -11,10 +11,10 @@
 //! From "Zero Bubble Pipeline Parallelism", ICLR 2024. Fewer micro-batches than the pattern needs (2p - 1) are those that
 //! are left of it when the others are taken out.
 
-use super::super::action::{Action, Kind};
-use super::{Shape, Writer};
+use super::super::action::Kind;
+use super::{List, Shape, Writer};
 
-pub(super) fn list(shape: Shape, rank: usize, mut writer: Writer) -> Vec<Action> {
+pub(super) fn list(shape: Shape, rank: usize, mut writer: Writer) -> List {
     use Kind::{Forward, InputGrad, WeightGrad};
     let Shape { p, m, .. } = shape;
     let full = m.max(2 * p - 1);
@@ -53,7 +53,7 @@ pub(super) fn list(shape: Shape, rank: usize, mut writer: Writer) -> Vec<Action>
             writer.next(WeightGrad, chunk);
         }
     }
-    let mut actions = writer.done();
-    actions.retain(|action| action.microbatch().is_some_and(|microbatch| microbatch < m));
-    actions
+    let mut list = writer.done();
+    list.actions.retain(|action| action.microbatch().is_some_and(|microbatch| microbatch < m));
+    list
 }
