@@ -442,7 +442,15 @@ def test_the_figures_are_a_row_a_step_and_a_row_a_partition() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0, "-"), (1.5e-6, "1.5 µs"), (9.996e-4, "1000 µs"), (0.01234, "12.3 ms"), (0.9999, "1000 ms"), (12.0, "12 s")],
+    [
+        (0.0, "-"),
+        (1.5e-6, "1.50 µs"),
+        (9.996e-4, "1000 µs"),
+        (0.01234, "12.3 ms"),
+        (0.9999, "1000 ms"),
+        (12.0, "12.0 s"),
+        (250.0, "250 s"),
+    ],
 )
 def test_durations_have_a_unit_in_which_they_are_read(seconds: float, text: str) -> None:
     assert summary.duration(seconds) == text

@@ -6,7 +6,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from torchrelay._core import __version__
-from torchrelay.trace.picture import COLOURS, STYLE, chart, gutter
+from torchrelay.trace.picture import BUBBLE, COLOURS, STYLE, chart, gutter
 from torchrelay.trace.summary import described, duration, line, partition_rows, share, step_rows
 from torchrelay.trace.timeline import KINDS
 
@@ -40,17 +40,13 @@ def page(timeline: "Timeline", most: int | None = None) -> str:
         f"<p>{escape(line(timeline).strip('<>').partition(': ')[2])}. torchrelay {__version__}</p>",
     ]
     if steps:
-        body += [
-            '<div class="tables">',
-            _table(step_rows(steps)),
-            _table(partition_rows(timeline, steps)),
-            "</div>",
-            f"<p>{_EXPLAINED}</p>",
-            _LEGEND,
-        ]
+        body += [f"<p>{_EXPLAINED}</p>", _LEGEND]
     if len(drawn) < len(steps):
         body.append(f"<p>The last {len(drawn)} of {len(steps)} steps are drawn.</p>")
     body += [_section(timeline, step) for step in drawn]
+    if steps:
+        tables = (step_rows(steps), partition_rows(timeline, steps))
+        body += ["<h2>Figures</h2>", '<div class="tables">', *map(_table, tables), "</div>"]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -63,7 +59,8 @@ def page(timeline: "Timeline", most: int | None = None) -> str:
 _LEGEND = (
     '<div class="legend">'
     + "".join(f'<span><i style="background:{COLOURS[kind]}"></i>{name}</span>' for kind, name in KINDS.items())
-    + '<span>Zoom <button id="out">out</button> <button id="in">in</button> <button id="all">whole step</button></span>'
+    + f'<span><i style="background:{BUBBLE}"></i>bubble</span>'
+    '<span>Zoom <button id="out">out</button> <button id="in">in</button> <button id="all">whole step</button></span>'
     "</div>"
 )
 
@@ -97,13 +94,12 @@ def _section(timeline: "Timeline", step: "RecordedStep") -> str:
     facts = [f"{half.name} {duration(half.time)}" for half in step.halves] + (
         [f"the caller in between {duration(between)}"] if between > 0 else []
     )
-    bubbles = (
-        f"bubble: planned {share(step.planned_bubble)}, replayed {share(step.replayed_bubble)}, "
-        f"measured {share(step.bubble)}"
-    )
+    bubbles = (("planned", step.planned_bubble), ("replayed", step.replayed_bubble), ("measured", step.bubble))
+    if step.is_complete:
+        facts[-1] += "; bubble: " + ", ".join(f"{name} {share(bubble)}" for name, bubble in bubbles)
     return (
         f"<section>\n<h2>Step {step.number}</h2>\n"
-        f"<p>{step.microbatches} micro-batches; {escape(', '.join(facts))}; {bubbles}</p>\n"
+        f"<p>{step.microbatches} micro-batches; {escape(', '.join(facts))}</p>\n"
         + (f"<p{kind}>{escape(about)}</p>\n" if about else "")
         + f'<div class="step"><svg class="names" width="{names.width}" height="{drawn.height}" aria-hidden="true">'
         f"{names.elements}</svg>\n"

@@ -1,5 +1,6 @@
 """A timeline in figures."""
 
+import math
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["described", "duration", "line", "partition_rows", "share", "step_rows", "table"]
 
 _STEPS_SHOWN = 12
+_UNITS = ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (math.inf, 1.0, "s"))
 
 
 def line(timeline: "Timeline") -> str:
@@ -85,10 +87,9 @@ def duration(seconds: float) -> str:
     """With a unit in which it is easily read."""
     if seconds <= 0:
         return "-"
-    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
-        if seconds < limit:
-            return f"{seconds * factor:.3g} {unit}" if seconds * factor < 999.5 else f"{seconds * factor:.0f} {unit}"
-    return f"{seconds:.3g} s"
+    factor, unit = next((f, u) for limit, f, u in _UNITS if seconds < limit)
+    value = seconds * factor
+    return f"{value:.0f} {unit}" if value >= 99.95 else f"{value:#.3g} {unit}"
 
 
 def share(part: float | None) -> str:
