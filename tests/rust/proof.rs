@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 
-use torchrelay_core::{Action, Blocked, Error, Kind, Maker, Schedule};
+use torchrelay_core::{Action, Blocked, Error, Kind, Lowering, Maker, Recompute, Schedule};
 
 /// A generator of random numbers (splitmix64), so that a failure can be repeated.
 struct Random(u64);
@@ -311,8 +311,8 @@ fn can_be_carried_out(schedule: &Schedule) -> bool {
 
 /// A valid schedule of a random form, by doing again and again any of the things that can be done.
 fn random_valid(random: &mut Random) -> Parts {
-    let ranks = 1 + random.below(3);
-    let stages = 1 + random.below(4);
+    let ranks = 1 + random.below(4);
+    let stages = 1 + random.below(5);
     let m = 1 + random.below(3);
     let placement: Vec<usize> = (0..stages).map(|_| random.below(ranks)).collect();
     let (explicit, waits) = (random.coin(), random.coin());
@@ -395,7 +395,12 @@ fn valid(random: &mut Random) -> Parts {
     }
     let maker = Maker::ALL[random.below(Maker::ALL.len())];
     let (ranks, m) = (1 + random.below(3), 1 + random.below(5));
-    maker.make(ranks, m, None).map_or_else(|_| random_valid(random), |schedule| Parts::of(&schedule))
+    let Ok(schedule) = maker.make(ranks, m, None) else { return random_valid(random) };
+    let recompute = [Recompute::Never, Recompute::ExceptLast, Recompute::Always][random.below(3)];
+    match random.below(3) {
+        0 => Parts::of(&schedule),
+        kind => Parts::of(&schedule.lower(Lowering { waits: kind == 1, recompute }).unwrap()),
+    }
 }
 
 /// One change. Many of them leave a schedule valid, or break a single rule.

@@ -155,3 +155,65 @@ def test_our_files_are_read_by_torch(tmp_path: Path) -> None:
         runtime = torch_runtime(schedule.ranks, schedule.stages, 8)
         runtime._load_csv(path, "compute_only")
         assert runtime.stage_index_to_group_rank == dict(enumerate(schedule.placement))
+
+
+def nothing_but(schedule: Schedule, kinds: set[str]) -> list[list[Action]]:
+    return [[action for action in schedule.actions(rank) if action.kind in kinds] for rank in range(schedule.ranks)]
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 4), (4, 8), (3, 12)])
+def test_lowered_schedules_are_loaded_and_simulated_by_torch(
+    name: str, ranks: int, microbatches: int, tmp_path: Path
+) -> None:
+    schedule = schedules.make(name, ranks=ranks, microbatches=microbatches)
+    lowered = schedule.lower()
+    lowered.verify()
+    assert lowered.computations() == schedule
+    path = tmp_path / "lowered.csv"
+    path.write_text(lowered.to_csv())
+    runtime = torch_runtime(ranks, schedule.stages, microbatches)
+    runtime._load_csv(path, "compute_comms")
+    loaded = runtime.pipeline_order_with_comms
+    assert {rank: [str(action) for action in actions] for rank, actions in loaded.items()} == {
+        rank: row.split(",") for rank, row in enumerate(lowered.to_csv().splitlines())
+    }
+
+    # torch's simulator knows neither overlapping pairs nor reductions, so what it is given are the parts of the pairs.
+    plain = {
+        rank: [
+            part
+            for action in actions
+            for part in action.sub_actions or (action,)
+            if part.computation_type.value not in WHOLE_STEP
+        ]
+        for rank, actions in loaded.items()
+    }
+    places = dict(enumerate(schedule.placement))
+    pipelining._simulate_comms_compute(plain, places.__getitem__, schedule.stages)
+
+    # Transfers, waits and reductions are those that torch would make of it, in another order.
+    path.write_text(schedule.to_csv())
+    theirs = torch_runtime(ranks, schedule.stages, microbatches)
+    theirs._load_csv(path, "compute_only")
+    for rank, actions in theirs.pipeline_order_with_comms.items():
+        mine, others = (
+            [str(a) for a in list_ if "_" in str(a) and not a.sub_actions] for list_ in (loaded[rank], actions)
+        )
+        assert sorted(mine) == sorted(others)
+
+
+def test_torch_before_2_15_knows_no_waits() -> None:
+    lowered = schedules.make("1f1b", ranks=2, microbatches=4).lower(waits=False)
+    lowered.verify()
+    assert not any(action.kind.startswith("WAIT") for rank in range(2) for action in lowered.actions(rank))
+    assert nothing_but(lowered, {"REDUCE_GRAD"}) == [[Action("REDUCE_GRAD", 0)], [Action("REDUCE_GRAD", 1)]]
+
+
+def test_what_is_recomputed_can_be_chosen_when_lowering() -> None:
+    lowered = schedules.make("1f1b", ranks=2, microbatches=3).lower(recompute="except_last")
+    assert nothing_but(lowered, {"R"}) == [[Action("R", rank, 0), Action("R", rank, 1)] for rank in range(2)]
+    with pytest.raises(PlanError, match="recompute must be one of never, except_last, always"):
+        lowered.lower(recompute="sometimes")
+    with pytest.raises(PlanError, match="lower its computations"):
+        lowered.lower()

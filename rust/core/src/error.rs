@@ -280,6 +280,9 @@ pub enum Error {
         /// Whether the neighbouring stage is on the same rank; else there is none.
         same_rank: bool,
     },
+    /// A schedule that has been lowered before.
+    #[error("the schedule says already what is sent and received; lower its computations")]
+    Lowered,
     /// Two actions that cannot overlap, since one needs the other.
     #[error("{at} overlaps with {needs}, which it needs")]
     OverlapNeeds {

@@ -27,8 +27,8 @@ pub use error::{Error, Result};
 pub use limits::MAX_CELLS;
 pub use partition::{Member, MemberKind, Occurrence, Problem, verify_partition};
 pub use schedule::{
-    Action, At, Blocked, Cause, Costs, Entry, Gpipe, Held, Idle, Kind, Links, MAX_STAGES, Maker, PerStage,
-    Placement, Recompute, Schedule, Simulation, Span, make_gpipe,
+    Action, At, Blocked, Cause, Costs, Entry, Gpipe, Held, Idle, Kind, Links, Lowering, MAX_STAGES, Maker,
+    PerStage, Placement, Recompute, Schedule, Simulation, Span, make_gpipe,
 };
 pub use skip::{Skip, SkipProblem, SkipRole, SkipUse, verify_skips};
 pub use streams::{

@@ -42,6 +42,7 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::DevicesDiffer { .. }
         | Error::SplitBackward { .. }
         | Error::BadOverlap { .. }
+        | Error::Lowered
         | Error::Text { .. } => PlanError::new_err(message),
         Error::NoSuchStage { .. }
         | Error::NoSuchMicrobatch { .. }

@@ -178,6 +178,18 @@ impl Schedule {
         py.detach(|| self.0.verify()).map_err(to_py)
     }
 
+    /// The schedule with all that is needed to carry it out on several ranks.
+    #[pyo3(signature = (*, waits=true, recompute="never"))]
+    fn lower(&self, py: Python<'_>, waits: bool, recompute: &str) -> PyResult<Self> {
+        let recompute = recompute.parse().map_err(to_py)?;
+        py.detach(|| self.0.lower(core::Lowering { waits, recompute })).map(Self).map_err(to_py)
+    }
+
+    /// What ranks compute, without all else.
+    fn computations(&self, py: Python<'_>) -> PyResult<Self> {
+        py.detach(|| self.0.computations()).map(Self).map_err(to_py)
+    }
+
     /// The schedule in time.
     #[pyo3(signature = (costs=None))]
     fn simulate(&self, py: Python<'_>, costs: Option<&Bound<'_, Costs>>) -> PyResult<Simulation> {

@@ -42,6 +42,16 @@ macro_rules! kinds {
 }
 
 impl Kind {
+    /// Whether a stage computes, so that it takes time on its device.
+    pub const fn computes(self) -> bool {
+        matches!(self, Self::Forward | Self::Backward | Self::InputGrad | Self::WeightGrad | Self::Recompute)
+    }
+
+    /// Whether it gives the gradient of the stage's input.
+    pub(super) const fn gives_input_grad(self) -> bool {
+        matches!(self, Self::Backward | Self::InputGrad)
+    }
+
     /// Whether an action of this kind belongs to the backward, so that there is none in inference.
     pub const fn of_backward(self) -> bool {
         !matches!(
@@ -140,6 +150,11 @@ impl Action {
     /// An action whose parts are known to be in range.
     pub(super) const fn known(kind: Kind, stage: u16, microbatch: u32) -> Self {
         Self { kind, stage, microbatch }
+    }
+
+    /// An action of the whole step.
+    pub(super) const fn of_step(kind: Kind, stage: u16) -> Self {
+        Self { kind, stage, microbatch: WHOLE_STEP }
     }
 
     /// What it does.

@@ -52,8 +52,6 @@ const TRANSFERS: Kinds = Kinds::of(&[
 const SEND_WAITS: Kinds = Kinds::of(&[Kind::WaitSendForward, Kind::WaitSendBackward]);
 const FORWARDS: Kinds =
     Kinds::of(&[Kind::Forward, Kind::SendForward, Kind::RecvForward, Kind::WaitSendForward]);
-const COMPUTATIONS: Kinds =
-    Kinds::of(&[Kind::Forward, Kind::Backward, Kind::InputGrad, Kind::WeightGrad, Kind::Recompute]);
 
 /// Where a neighbouring stage is.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -189,7 +187,7 @@ impl<'a> Lists<'a> {
             let other = same_pair(action, other);
             return Err(Error::WholeAndSplit { at, other, first: self.earlier(at.rank, other) });
         }
-        if COMPUTATIONS.has(kind) && !stage.gathered {
+        if kind.computes() && !stage.gathered {
             return Err(Error::Sharded { at });
         }
         match kind {

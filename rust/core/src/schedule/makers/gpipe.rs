@@ -49,7 +49,7 @@ impl FromStr for Recompute {
 
 impl Recompute {
     /// How many of `m` micro-batches are recomputed, counted from the first.
-    fn count(self, m: u32) -> u32 {
+    pub(in super::super) fn count(self, m: u32) -> u32 {
         match self {
             Self::Never => 0,
             Self::ExceptLast => m.saturating_sub(1),
