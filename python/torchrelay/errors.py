@@ -25,7 +25,23 @@ class PlanError(TorchrelayError, ValueError):
 
 
 class ScheduleError(PlanError):
-    """A schedule that is incomplete, out of order or would deadlock; the message holds a counterexample."""
+    """A schedule that is incomplete, out of order or would deadlock; the message holds a counterexample.
+
+    Attributes:
+        reason: What is wrong, in one sentence.
+        picture: The few lines of the schedule around it, or empty; the message is both.
+    """
+
+    def __init__(self, reason: str, picture: str = "") -> None:
+        """Takes the reason alone where there is nothing to show."""
+        # Both go to the base class, so that they are `args` and survive pickling.
+        super().__init__(reason, picture)
+        self.reason = reason
+        self.picture = picture
+
+    def __str__(self) -> str:
+        """The message."""
+        return f"{self.reason}\n{self.picture}" if self.picture else self.reason
 
 
 class StreamError(PlanError):

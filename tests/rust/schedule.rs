@@ -4,7 +4,8 @@
 
 use proptest::prelude::*;
 use torchrelay_core::{
-    Action, Blocked, Costs, Error, Gpipe, Held, Kind, MAX_CELLS, MAX_STAGES, Recompute, Schedule, make_gpipe,
+    Action, Blocked, Costs, Error, Gpipe, Held, Kind, Lowering, MAX_CELLS, MAX_STAGES, Maker, Recompute,
+    Schedule, make_gpipe,
 };
 
 fn options() -> impl Strategy<Value = Gpipe> {
@@ -441,4 +442,134 @@ fn the_widest_and_the_longest_schedules_are_valid() {
 #[test]
 fn an_action_takes_eight_bytes() {
     assert_eq!(size_of::<Action>(), 8);
+}
+
+#[test]
+fn refusals_are_drawn_with_what_is_near() {
+    let long = "0F0 0F1 0F2 0F3 0B3 0B0 0B2 0B1 0F4 0F5 0F6 0F7 0F8 0B4 0B5 0B9 0B6 0B7 0B8 0F9";
+    let table: [(&[usize], usize, &str, &str); 9] = [
+        (
+            &[0],
+            10,
+            long,
+            "rank 0 | ... 0F8 0B4 0B5 >0B9< 0B6 0B7 0B8 (0F9)\n> < needs ( ), which must come first",
+        ),
+        (&[0], 2, "0F0 0F1 0B0 0F1", "rank 0 | 0F0 (0F1) 0B0 >0F1<\n> < repeats ( )"),
+        (&[0], 1, "0F0 0B0 0I0", "rank 0 | 0F0 (0B0) >0I0<\n> < contradicts ( )"),
+        (&[0], 1, "0F0 0I0", "rank 0 | (0F0) (0I0)\n( ) is of the same micro-batch"),
+        (&[0, 1], 1, "0F0 0B0\n", "rank 1 | (nothing)\n( ) is of the same micro-batch"),
+        (&[0, 1], 1, "0F0 1F0\n1B0", "rank 0 | 0F0 >1F0<\n> < is at fault"),
+        (
+            &[0, 1],
+            2,
+            "0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0",
+            "rank 0 | 0F0 >0B0< (0F1) 0B1\nrank 1 | 1F0 >1F1< 1B1 (1B0)\nevery > < waits for a ( )",
+        ),
+        (
+            &[0, 1],
+            2,
+            "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B1 0RECV_B0 0B0\n\
+             1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1",
+            "rank 0 | ... 0SEND_F0 0F1 0SEND_F1 >0RECV_B1< 0B1 0RECV_B0 0B0\n\
+             rank 1 | ... 1RECV_F1 1F1 1B0 (1SEND_B0) 1B1 1SEND_B1\n> < would be given ( )",
+        ),
+        (
+            &[0, 1],
+            2,
+            "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n\
+             1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
+            "rank 0 | 0F0 0SEND_F0 0F1 >0SEND_F1< (0RECV_B0) 0B0 0RECV_B1 0B1\n\
+             rank 1 | 1RECV_F0 1F0 1B0 >1SEND_B0< (1RECV_F1) 1F1 1B1 1SEND_B1\nevery > < waits for a ( )",
+        ),
+    ];
+    for (placement, m, text, picture) in table {
+        let lines: Vec<_> = text.split('\n').collect();
+        let actions = |line: &&str| line.split_whitespace().map(|action| action.parse().unwrap()).collect();
+        let schedule = Schedule::new("x", placement, m, true, lines.iter().map(actions).collect()).unwrap();
+        let error = schedule.verify().unwrap_err();
+        assert_eq!(schedule.picture_of(&error).as_deref(), Some(picture), "{error}");
+    }
+    assert_eq!(schedule(&[0], 1, "0F0 0B0").picture_of(&Error::NoLimits), None);
+}
+
+#[test]
+fn messages_of_transfers_say_what_is_wrong() {
+    let table: [(&[usize], &str, &str); 6] = [
+        (&[0, 1], "0F0 0RECV_B0 0B0\n1F0 1B0 1SEND_B0", "1RECV_F0 is missing on rank 1"),
+        (
+            &[0, 0],
+            "0F0 0SEND_F0",
+            "0SEND_F0 (rank 0, position 1): the stage after is on the same rank, so that nothing",
+        ),
+        (&[0], "0F0 0B0 0SEND_B0", "0SEND_B0 (rank 0, position 2): there is no stage before"),
+        (
+            &[0],
+            "0F0 0REDUCE_GRAD 0B0",
+            "0REDUCE_GRAD (rank 0, position 1) needs 0B0, which comes later, at position 2",
+        ),
+        (
+            &[0],
+            "0F0 0UNSHARD 0B0 0RESHARD",
+            "0F0 (rank 0, position 0): the weights of stage 0 are sharded here",
+        ),
+        (
+            &[0],
+            "0UNSHARD 0UNSHARD 0F0 0B0",
+            "0UNSHARD (rank 0, position 1): the weights of stage 0 are gathered already",
+        ),
+    ];
+    for (placement, text, message) in table {
+        let error = schedule(placement, 1, text).verify().unwrap_err().to_string();
+        assert!(error.starts_with(message), "{error}");
+    }
+}
+
+#[test]
+fn memory_limits_are_held_action_by_action() {
+    let costs = Costs::default();
+    let one = |m| Maker::OneFOneB.make(4, m, None).unwrap();
+    // Rank r holds p - r micro-batches.
+    assert_eq!(one(8).verify_within(&[4.0, 3.0, 2.0, 1.0], &costs), Ok(()));
+    assert_eq!(one(8).verify_within(&[4.0], &costs), Ok(()));
+    match one(8).verify_within(&[4.0, 3.0, 1.5, 1.0], &costs) {
+        Err(Error::OverMemory { at, held, limit }) => {
+            assert_eq!((at.rank, at.position, at.action.to_string()), (2, 1, "2F1".to_owned()));
+            assert!((held - 2.0).abs() < 1e-12 && (limit - 1.5).abs() < 1e-12);
+        }
+        other => panic!("{other:?}"),
+    }
+    let recomputing = make_gpipe(2, 4, Gpipe { recompute: Recompute::Always, ..Gpipe::default() }).unwrap();
+    assert_eq!(recomputing.verify_within(&[1.0], &costs), Ok(()));
+    // Thirds do not add up exactly, and that is not held against them.
+    let thirds =
+        Costs { forward_memory: (0.1 + 0.2).into(), weight_grad_memory: (-0.3).into(), ..Costs::default() };
+    assert_eq!(make_gpipe(1, 10, Gpipe::default()).unwrap().verify_within(&[3.0], &thirds), Ok(()));
+    assert!(matches!(
+        one(8).verify_within(&[1.0, 2.0], &costs),
+        Err(Error::LimitsDiffer { given: 2, ranks: 4 })
+    ));
+    assert!(matches!(one(8).verify_within(&[f64::NAN], &costs), Err(Error::BadMemory { .. })));
+    let broken = schedule(&[0], 1, "0B0 0F0");
+    assert!(matches!(broken.verify_within(&[9.0], &costs), Err(Error::OutOfOrder { .. })));
+}
+
+proptest! {
+    #[test]
+    fn a_memory_limit_is_the_peak_of_the_simulation(
+        maker in prop::sample::select(Maker::ALL), ranks in 1usize..5, m in 1usize..9, i in -3i32..4, w in -3i32..1,
+    ) {
+        let Ok(schedule) = maker.make(ranks, m, None) else { return Ok(()) };
+        let costs = Costs { forward_memory: 3.0.into(), input_grad_memory: f64::from(i).into(),
+            weight_grad_memory: f64::from(w).into(), ..Costs::default() };
+        let peaks = schedule.simulate(&costs).unwrap().peak_memory().to_vec();
+        prop_assert_eq!(schedule.verify_within(&peaks, &costs), Ok(()));
+        let lowered = schedule.lower(Lowering::default()).unwrap();
+        prop_assert_eq!(lowered.verify_within(&peaks, &costs), Ok(()));
+        for rank in 0..ranks {
+            let mut less = peaks.clone();
+            less[rank] -= 0.5;
+            let verdict = schedule.verify_within(&less, &costs);
+            prop_assert!(matches!(verdict, Err(Error::OverMemory { at, .. }) if at.rank == rank), "{verdict:?}");
+        }
+    }
 }

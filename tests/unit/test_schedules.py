@@ -110,6 +110,41 @@ def test_a_broken_schedule_is_refused_with_a_counterexample(schedule: Schedule, 
     assert "NOT VALID" in schedule.draw()
 
 
+def test_a_refusal_has_a_reason_and_a_picture() -> None:
+    deadlock = by_hand([0, 1], 2, "0F0 0B0 0F1 0B1", "1F0 1F1 1B1 1B0")
+    with pytest.raises(ScheduleError) as caught:
+        deadlock.verify()
+    error = caught.value
+    assert error.reason.startswith("deadlock: 0B0 (rank 0, position 1) waits for 1B0")
+    assert error.picture.splitlines() == [
+        "rank 0 | 0F0 >0B0< (0F1) 0B1",
+        "rank 1 | 1F0 >1F1< 1B1 (1B0)",
+        "every > < waits for a ( )",
+    ]
+    assert str(error) == f"{error.reason}\n{error.picture}"
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.reason, again.picture) == (error.reason, error.picture)
+    for refused in (deadlock.simulate, deadlock.lower):
+        with pytest.raises(ScheduleError) as caught:
+            refused()
+        assert caught.value.picture == error.picture
+
+
+def test_a_memory_limit_is_in_the_units_of_the_costs() -> None:
+    schedule = schedules.make("1f1b", ranks=3, microbatches=6)
+    schedule.verify(memory_limit=3)
+    schedule.verify(memory_limit=[3, 2, 1])
+    schedule.verify(memory_limit=[30, 20, 10], costs=Costs(forward_memory=10, weight_grad_memory=-10))
+    with pytest.raises(ScheduleError, match=r"1F1 \(rank 1, position 1\): rank 1 would hold 2, more than its limit 1"):
+        schedule.verify(memory_limit=[3, 1, 1])
+    with pytest.raises(ScheduleError, match=r"rank 0 would hold 20, more than its limit 12.5"):
+        schedule.verify(memory_limit=12.5, costs=Costs(forward_memory=[10, 1, 1], weight_grad_memory=[-10, -1, -1]))
+    with pytest.raises(PlanError, match="one number, or one for each of the 3 ranks, but 2 are given"):
+        schedule.verify(memory_limit=[3, 1])
+    with pytest.raises(TypeError, match="memory_limit of rank 1 must be a number, not str"):
+        schedule.verify(memory_limit=[3, "x"])  # type: ignore[list-item]
+
+
 def test_actions_are_values() -> None:
     action = Action("F", 2, 3)
     assert (action.kind, action.stage, action.microbatch) == ("F", 2, 3)

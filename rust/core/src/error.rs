@@ -347,6 +347,26 @@ pub enum Error {
         /// Which of the messages between the two ranks, counted from 0.
         number: usize,
     },
+    /// A rank that holds more than it may.
+    #[error("{at}: rank {} would hold {held}, more than its limit {limit}", at.rank)]
+    OverMemory {
+        /// The action that takes too much.
+        at: At,
+        /// What the rank would hold, in the unit of the costs.
+        held: f64,
+        /// What it may hold.
+        limit: f64,
+    },
+    /// Limits that are not one for each rank.
+    #[error(
+        "the memory limit must be one number, or one for each of the {ranks} ranks, but {given} are given"
+    )]
+    LimitsDiffer {
+        /// How many were given.
+        given: usize,
+        /// How many ranks there are.
+        ranks: usize,
+    },
     /// Devices that are not one for each stage.
     #[error("there must be a device for each of the {stages} stages, but there are {devices}")]
     DevicesDiffer {

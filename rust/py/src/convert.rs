@@ -75,6 +75,15 @@ pub fn per_stage(what: &str, object: &Bound<'_, PyAny>) -> PyResult<PerStage> {
     float(object, || what.to_owned()).map(PerStage::All)
 }
 
+/// One number for every rank, or one for each.
+pub fn per_rank(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<f64>> {
+    if !object.hasattr("__iter__")? || object.is_instance_of::<PyString>() {
+        return float(object, || what.to_owned()).map(|number| vec![number]);
+    }
+    let place = |rank| move || format!("{what} of rank {rank}");
+    object.try_iter()?.enumerate().map(|(rank, object)| float(&object?, place(rank))).collect()
+}
+
 fn float(object: &Bound<'_, PyAny>, place: impl Fn() -> String) -> PyResult<f64> {
     #[allow(clippy::cast_precision_loss)] // such an integer is rounded, as Python does
     number(object, place).map(|number| match number {

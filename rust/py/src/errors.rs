@@ -1,7 +1,7 @@
 //! The one way from the core's errors to Python's.
 
 use pyo3::prelude::*;
-use torchrelay_core::{Error, Problem};
+use torchrelay_core::{Error, Problem, Schedule};
 
 pyo3::import_exception!(torchrelay.errors, PartitionError);
 pyo3::import_exception!(torchrelay.errors, PartitionIndexError);
@@ -43,6 +43,7 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::SplitBackward { .. }
         | Error::BadOverlap { .. }
         | Error::Lowered
+        | Error::LimitsDiffer { .. }
         | Error::Text { .. } => PlanError::new_err(message),
         Error::NoSuchStage { .. }
         | Error::NoSuchMicrobatch { .. }
@@ -56,12 +57,21 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::ShardedTwice { .. }
         | Error::Rendezvous { .. }
         | Error::MessageOrder { .. }
+        | Error::OverMemory { .. }
         | Error::OutOfOrder { .. }
         | Error::Missing { .. }
         | Error::Deadlock { .. } => ScheduleError::new_err(message),
         Error::Hazard(_) => StreamError::new_err(message),
         Error::Partition { problems } => partition(message, &problems),
         Error::Skips { problems } => SkipError::new_err((message, lines(&problems))),
+    }
+}
+
+/// The Python exception for a schedule that is refused, with a picture of the place.
+pub fn refused(schedule: &Schedule, error: Error) -> PyErr {
+    match schedule.picture_of(&error) {
+        Some(picture) => ScheduleError::new_err((error.to_string(), picture)),
+        None => to_py(error),
     }
 }
 

@@ -5,8 +5,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple, PyType};
 use torchrelay_core as core;
 
-use crate::convert::{count, counts, per_stage};
-use crate::errors::to_py;
+use crate::convert::{count, counts, per_rank, per_stage};
+use crate::errors::{refused, to_py};
 
 /// One thing that a rank does.
 #[pyclass(frozen, eq, hash, from_py_object, module = "torchrelay._core")]
@@ -81,6 +81,11 @@ pub struct Schedule(core::Schedule);
 impl Schedule {
     pub(crate) fn core(&self) -> &core::Schedule {
         &self.0
+    }
+
+    /// The exception for what is wrong with this schedule.
+    fn refused(&self, error: core::Error) -> PyErr {
+        refused(&self.0, error)
     }
 }
 
@@ -173,16 +178,32 @@ impl Schedule {
         self.0.rank_of(stage).ok_or_else(|| no_such("stage", stage, self.0.stages()))
     }
 
-    /// Raises `ScheduleError` unless the schedule can be carried out.
-    fn verify(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.0.verify()).map_err(to_py)
+    /// Raises `ScheduleError` unless the schedule can be carried out, within a limit of memory if there is one.
+    #[pyo3(signature = (*, memory_limit=None, costs=None))]
+    fn verify(
+        &self,
+        py: Python<'_>,
+        memory_limit: Option<&Bound<'_, PyAny>>,
+        costs: Option<&Bound<'_, Costs>>,
+    ) -> PyResult<()> {
+        let verdict = if let Some(limit) = memory_limit {
+            let limits = per_rank("memory_limit", limit)?;
+            let usual = core::Costs::default();
+            let costs = costs.map_or(&usual, |costs| &costs.get().0);
+            py.detach(|| self.0.verify_within(&limits, costs))
+        } else {
+            py.detach(|| self.0.verify())
+        };
+        verdict.map_err(|error| self.refused(error))
     }
 
     /// The schedule with all that is needed to carry it out on several ranks.
     #[pyo3(signature = (*, waits=true, recompute="never"))]
     fn lower(&self, py: Python<'_>, waits: bool, recompute: &str) -> PyResult<Self> {
         let recompute = recompute.parse().map_err(to_py)?;
-        py.detach(|| self.0.lower(core::Lowering { waits, recompute })).map(Self).map_err(to_py)
+        py.detach(|| self.0.lower(core::Lowering { waits, recompute }))
+            .map(Self)
+            .map_err(|error| self.refused(error))
     }
 
     /// What ranks compute, without all else.
@@ -195,7 +216,7 @@ impl Schedule {
     fn simulate(&self, py: Python<'_>, costs: Option<&Bound<'_, Costs>>) -> PyResult<Simulation> {
         let usual = core::Costs::default();
         let costs = costs.map_or(&usual, |costs| &costs.get().0);
-        py.detach(|| self.0.simulate(costs)).map(Simulation).map_err(to_py)
+        py.detach(|| self.0.simulate(costs)).map(Simulation).map_err(|error| self.refused(error))
     }
 
     /// The schedule in time, given how long each action takes: a list for each rank.

@@ -13,7 +13,9 @@ mod json;
 mod lists;
 mod lower;
 mod makers;
+mod memory;
 mod placement;
+mod refusal;
 mod rendezvous;
 mod simulate;
 mod verify;
@@ -151,6 +153,11 @@ impl Schedule {
     /// A rank's actions, those that overlap as one entry; empty if there is no such rank.
     pub fn entries(&self, rank: usize) -> impl Iterator<Item = Entry> {
         entry::entries(self.actions(rank).unwrap_or_default(), self.overlaps(rank))
+    }
+
+    /// How many pairs of stage and micro-batch there are.
+    fn cells(&self) -> usize {
+        self.stages() * self.microbatches
     }
 
     /// The place of a pair in a table with a row per stage.

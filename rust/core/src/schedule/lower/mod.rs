@@ -91,16 +91,11 @@ impl Schedule {
 
     /// The same with a recomputation before the backwards of the first `count` micro-batches, where there is none.
     fn recomputing(&self, count: u32) -> Result<Self> {
-        let mut known = vec![false; self.stages() * self.microbatches];
-        for action in self.actions.iter().flatten().filter(|action| action.kind() == Kind::Recompute) {
-            if let Some(known) = self.cell(*action).and_then(|cell| known.get_mut(cell)) {
-                *known = true;
-            }
-        }
+        let known = self.recomputed();
         let wanted = |action: &Action| {
             action.kind().gives_input_grad()
                 && action.microbatch().is_some_and(|microbatch| microbatch < count as usize)
-                && self.cell(*action).and_then(|cell| known.get(cell)) == Some(&false)
+                && self.cell(*action).and_then(|cell| known.get(cell)) != Some(&true)
         };
         self.rewritten(
             |entry, list| list.extend(entry),
