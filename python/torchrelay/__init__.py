@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from torchrelay import errors, schedules
 from torchrelay._core import __version__, clock_cycles
+from torchrelay.planning.bucket_plan import BucketPlan
 
 if TYPE_CHECKING:
     from torchrelay import balance, skip, trace
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from torchrelay.planning.buckets import compute_bucket_assignment_by_size
 
 __all__ = [
+    "BucketPlan",
     "DistributedDataParallel",
     "GPipe",
     "NoChunk",

@@ -13,19 +13,23 @@ __all__ = [
     "StreamOperation",
     "StreamPlan",
     "__version__",
+    "agreed_order",
     "assign_buckets",
     "balance",
+    "buckets_by_arrival",
     "clock_cycles",
     "make_gpipe",
     "make_schedule",
     "plan_streams",
     "schedule_names",
+    "verify_buckets",
     "verify_partition",
     "verify_skips",
 ]
 
 __version__: Final[str]
 
+def agreed_order(latest: Sequence[int]) -> list[int]: ...
 def assign_buckets(
     sizes: Sequence[int],
     keys: Sequence[int],
@@ -35,6 +39,14 @@ def assign_buckets(
     indices: Sequence[int] | None = None,
 ) -> tuple[list[list[int]], list[int]]: ...
 def balance(costs: Iterable[float], parts: int) -> list[int]: ...
+def buckets_by_arrival(
+    sizes: Sequence[int],
+    keys: Sequence[int],
+    limits: Sequence[int],
+    arrival: Sequence[int],
+    *,
+    sparse: Sequence[bool] | None = None,
+) -> tuple[list[list[int]], list[int]]: ...
 def clock_cycles(m: int, n: int) -> list[list[tuple[int, int]]]: ...
 def make_schedule(name: str, ranks: int, microbatches: int, *, stages_per_rank: int | None = None) -> Schedule: ...
 def schedule_names() -> list[str]: ...
@@ -42,6 +54,7 @@ def make_gpipe(
     ranks: int, microbatches: int, *, backward: bool = True, ascending: bool = False, recompute: str = "never"
 ) -> Schedule: ...
 def plan_streams(schedule: Schedule, devices: Sequence[int | None]) -> StreamPlan: ...
+def verify_buckets(keys: Sequence[int], sparse: Sequence[bool], buckets: Sequence[Sequence[int]]) -> None: ...
 def verify_partition(
     layers: Sequence[str],
     balance: Sequence[int] | None,
@@ -196,6 +209,9 @@ class Readiness:
     def finish(self) -> None: ...
     def abandon(self) -> None: ...
     def carry(self, parameters: Sequence[int]) -> None: ...
+    def rearrange(self, buckets: Sequence[Sequence[int]]) -> None: ...
+    @property
+    def arrival(self) -> list[int]: ...
     @property
     def unused(self) -> list[int]: ...
     @property

@@ -63,6 +63,7 @@ enum Event {
     Finish,
     Abandon,
     Carry(usize),
+    Rearrange(usize),
 }
 
 fn events(parameters: usize) -> impl Strategy<Value = Vec<Event>> {
@@ -72,6 +73,7 @@ fn events(parameters: usize) -> impl Strategy<Value = Vec<Event>> {
         2 => Just(Event::Finish),
         1 => Just(Event::Abandon),
         1 => (0..parameters + 1).prop_map(Event::Carry),
+        1 => (1..parameters + 1).prop_map(Event::Rearrange),
     ];
     prop::collection::vec(event, 0..120)
 }
@@ -86,7 +88,7 @@ fn plan() -> impl Strategy<Value = (usize, Vec<Vec<usize>>)> {
 }
 
 proptest! {
-    /// Invariants 1 to 7: whatever happens in whatever order, the tracker is the naive model.
+    /// Invariants 1 to 8: whatever happens in whatever order, the tracker is the naive model.
     #[test]
     fn equals_the_naive_model(((parameters, buckets), events) in plan().prop_flat_map(|p| (Just(p.clone()), events(p.0)))) {
         let mut tracker = Readiness::new(parameters, &buckets).unwrap();
@@ -112,7 +114,20 @@ proptest! {
                     tracker.carry(&[p]);
                     naive.window.push(p);
                 }
+                Event::Rearrange(size) => {
+                    naive.buckets =
+                        (0..parameters).rev().collect::<Vec<_>>().chunks(size).map(<[_]>::to_vec).collect();
+                    tracker.rearrange(&naive.buckets).unwrap();
+                    naive.close(false);
+                }
             }
+            let mut arrival: Vec<usize> = vec![];
+            for &p in naive.arrivals.iter().flat_map(|(_, arrivals)| arrivals) {
+                if !arrival.contains(&p) {
+                    arrival.push(p);
+                }
+            }
+            prop_assert_eq!(tracker.arrival(), &arrival[..]);
             prop_assert_eq!(tracker.unused(), naive.unused(parameters));
             prop_assert_eq!(tracker.late(), &naive.late[..]);
         }

@@ -5,6 +5,7 @@ The life of one backward:
     first gradient, or the module's output is reached   begin: is this backward to be reduced?  (no_sync is asked here)
     gradients arrive                                    counted in Rust; a ready prefix of the plan is launched
     the outermost backward ends                         the rest is launched, all is awaited, means become gradients
+    the first one is over               all ranks agree on the order of arrival and plan anew
     the backward fails instead                          the other ranks are told, and nothing of it is left
 
 What the reducer keeps to:
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from torchrelay._core import Readiness
+from torchrelay._core import Readiness, agreed_order
 from torchrelay.data_parallel.averaging import Averager, Work
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.parameters import Inventory
@@ -52,8 +53,10 @@ class Reducer:
         group: The ranks.
         as_views: Whether gradients become views of the buckets' memory.
         hook: What is called for a bucket in place of the average, if anything.
+        replan: Makes the plan anew for an order of arrival, as soon as one is known; None: the plan stays.
 
     Attributes:
+        plan: What is carried out.
         enabled: Whether backwards that begin from now on are reduced.
         weight: How much this rank counts in those, if ranks differ in that; None on all ranks, or on none.
         joining: Whether ranks may run out of batches; each forward is announced by `expect` then.
@@ -68,7 +71,12 @@ class Reducer:
         *,
         as_views: bool,
         hook: CommHook | None = None,
+        replan: Callable[[list[int]], BucketPlan] | None = None,
     ) -> None:
+        self.plan = plan
+        self._replan = replan if len(plan.buckets) > 1 else None
+        self._parameters = inventory.tensors
+        self._as_views = as_views
         self.enabled = True
         self.weight: float | None = None
         self.joining = False
@@ -78,19 +86,9 @@ class Reducer:
         self._round: Round | None = None
         self._by_live = False
         self._names = inventory.names
-        self._buckets = plan.buckets
         self._rank = dist.get_rank(group)
         self._average = Averager(group)
-        flags = len(inventory.tensors) + self._average.world_size
-        last = len(plan.buckets) - 1
-        self._storage = [
-            BucketStorage(
-                bucket, inventory.tensors, as_views=as_views, extra=flags if bucket.index == last else 0, hook=hook
-            )
-            for bucket in plan.buckets
-        ]
-        tail = self._storage[-1].tail
-        self._used, self._trouble = tail[: len(inventory.tensors)], tail[len(inventory.tensors) :]
+        self._allocate()
         self._lock = threading.RLock()
         self._reducing = False
         self._launched = 0
@@ -110,6 +108,23 @@ class Reducer:
         ]
         self._detach = weakref.finalize(self, _remove_all, handles)
         self._detach.atexit = False
+
+    def _allocate(self) -> None:
+        """The memory that the plan asks for."""
+        buckets, parameters = self.plan.buckets, self._parameters
+        flags = len(parameters) + self._average.world_size
+        self._storage = [
+            BucketStorage(
+                bucket,
+                parameters,
+                as_views=self._as_views,
+                extra=flags if bucket is buckets[-1] else 0,
+                hook=self._hook,
+            )
+            for bucket in buckets
+        ]
+        tail = self._storage[-1].tail
+        self._used, self._trouble = tail[: len(parameters)], tail[len(parameters) :]
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""
@@ -212,6 +227,8 @@ class Reducer:
                     storage.forget()
                 self._flying.clear()
             self.backwards += 1
+            if self._replan is not None:
+                self._rearrange([])
 
     # --- the course of a backward
 
@@ -251,7 +268,34 @@ class Reducer:
                 raise
             finally:
                 self._flying.clear()
+            arrival = self._readiness.arrival if self._reducing and self._replan is not None else []
             self._readiness.finish()
+            if self._reducing and self._replan is not None:
+                self._rearrange(arrival)
+
+    def _rearrange(self, arrival: list[int]) -> None:
+        """Plans anew, after the first reduced backward, for the order in which gradients have arrived.
+
+        What counts is the rank where a gradient arrives last, since its message waits for that; so one message tells
+        every rank the same order, also if their graphs reach different parameters.
+        """
+        assert self._replan is not None
+        replan, self._replan = self._replan, None
+        latest = torch.full((len(self._names),), -1, dtype=torch.int64)
+        latest[arrival] = torch.arange(len(arrival))
+        with torch.no_grad():
+            agreed = latest.to(self._used.device)
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._average.group)
+            before, self.plan = self.plan, replan(agreed_order(agreed.tolist()))
+            if [bucket.members for bucket in self.plan.buckets] == [bucket.members for bucket in before.buckets]:
+                return
+            old = self._storage
+            self._readiness.rearrange([bucket.members for bucket in self.plan.buckets])
+            self._allocate()
+            if self._as_views:
+                moved = {id(view) for storage in old for view in storage.views}
+                for storage in self._storage:
+                    storage.take_over(moved)
 
     def _reduce_rest(self) -> None:
         unused_here = frozenset(self._readiness.unused)
@@ -308,8 +352,9 @@ class Reducer:
                 "ranks (a layer used both inside and outside of re-entrant checkpoints does that). The gradients are "
                 "incomplete: set them to None and run the backward again; from now on they are sent at its end"
             )
-        # Reading makes the host wait for an accelerator, so there the ranks in trouble alone raise.
-        if self._trouble.device.type == "cpu" and bool(self._trouble.any()):
+        # Reading makes the host wait for an accelerator, so there the ranks in trouble alone raise; but not before all
+        # ranks agree on a plan, since they do so only if none is in trouble.
+        if (self._trouble.device.type == "cpu" or self._replan is not None) and bool(self._trouble.any()):
             ranks = ", ".join(str(rank) for rank, flag in enumerate(self._trouble.tolist()) if flag != 0)
             raise ReductionError(
                 f"backward {self.backwards} failed on rank {ranks}, so its gradients are incomplete on every rank; see "
@@ -328,7 +373,7 @@ class Reducer:
         names = ", ".join(bucket.names[:_NAMES_SHOWN]) + ", ..." * (len(bucket.names) > _NAMES_SHOWN)
         return (
             f"on rank {self._rank} of {self._average.world_size}, in backward {self.backwards}, bucket {bucket.index} "
-            f"of {len(self._buckets)} ({names})"
+            f"of {len(self.plan.buckets)} ({names})"
         )
 
     def _failure(self, what: str, bucket: Bucket, error: Exception) -> ReductionError:

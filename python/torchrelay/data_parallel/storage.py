@@ -47,6 +47,9 @@ class BucketStorage:
         as_views: Whether gradients become views of the flat tensor.
         extra: How many numbers travel with the gradients, for the owner's use: see `tail`.
         hook: What is called in place of the average, if anything.
+
+    Attributes:
+        views: Where small gradients lie, in the order of the bucket.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class BucketStorage:
         self._flat = torch.zeros(size + joined, dtype=dtype, device=first.device)
         self._gradients = self._flat[:size]
         self.tail = self._flat[size:] if hook is None else torch.zeros(extra, device=first.device)
-        self._views = views_of(self._flat, [parameter for _, parameter in self._small])
+        self.views = views_of(self._flat, [parameter for _, parameter in self._small])
         self._kept: dict[int, torch.Tensor] = {}
         self._sent: list[_Sent] = []
         self._works: list[Work] = []
@@ -102,7 +105,7 @@ class BucketStorage:
 
     def gather_nothing(self) -> None:
         """Prepares the messages of `gather` with no gradient in them, for ranks that wait for this one."""
-        for (member, parameter), view in zip(self._small, self._views, strict=True):
+        for (member, parameter), view in zip(self._small, self.views, strict=True):
             if parameter.grad is view:
                 self._kept[member] = view.clone()
         self._gradients.zero_()
@@ -160,7 +163,7 @@ class BucketStorage:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         if not self.as_views or unused:
-            for (member, parameter), view in zip(self._small, self._views, strict=True):
+            for (member, parameter), view in zip(self._small, self.views, strict=True):
                 gradient = parameter.grad
                 if member in untouched:
                     if member in self._kept:
@@ -188,6 +191,13 @@ class BucketStorage:
         if targets:
             torch._foreach_copy_(targets, sources)
 
+    def take_over(self, moved: Collection[int]) -> None:
+        """Makes gradients that are views of other buckets' memory, given by their ids, views of this one's."""
+        for (_, parameter), view in zip(self._small, self.views, strict=True):
+            gradient = parameter.grad
+            if gradient is not None and id(gradient) in moved:
+                parameter.grad = view.copy_(gradient)
+
     def forget(self) -> None:
         """Drops what a failed backward left."""
         self._works = []
@@ -198,7 +208,7 @@ class BucketStorage:
         bare: set[int] = set()
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for (member, parameter), view in zip(self._small, self._views, strict=True):
+        for (member, parameter), view in zip(self._small, self.views, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
@@ -212,7 +222,7 @@ class BucketStorage:
         if targets:
             self._copy(targets, sources)
         if self.as_views:  # now, not at the end: so the gradients that autograd made are freed as soon as may be
-            for (member, parameter), view in zip(self._small, self._views, strict=True):
+            for (member, parameter), view in zip(self._small, self.views, strict=True):
                 if member not in unused and member not in bare:
                     parameter.grad = view
         return bare

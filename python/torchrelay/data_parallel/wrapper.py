@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -22,7 +23,7 @@ from torchrelay.data_parallel.reducer import Reducer
 from torchrelay.data_parallel.uneven import Round, StandIn, find_last, meet
 from torchrelay.data_parallel.weights import checked_weight
 from torchrelay.errors import ReductionError
-from torchrelay.planning.bucket_plan import BucketPlan, bucket_limits, plan_buckets
+from torchrelay.planning.bucket_plan import BucketPlan, bind_plan, bucket_limits, plan_buckets
 
 __all__ = ["DistributedDataParallel"]
 
@@ -72,21 +73,21 @@ class DistributedDataParallel(nn.Module, Joinable):
         forward_sync_buffers: Whether rank 0's buffers are copied to all ranks before each forward that trains (and is
             not under `no_sync`).
         lazy_bucket_allocation: Accepted; a hint that changes no result.
+        plan: The plan of another run (`BucketPlan.from_json`), instead of one made here: then the order of summation is
+            that run's, from the first backward on.
 
     Attributes:
         module: The wrapped module.
-        plan: The buckets, in the order of reduction.
         require_backward_grad_sync: Whether a backward that begins now is reduced; `no_sync` sets it.
 
     Raises:
         RankMismatchError: The ranks' modules differ; raised on every rank.
         NotImplementedError: An option that is not supported is used.
-        ValueError: An argument makes no sense, or a parameter is lazy.
+        ValueError: An argument makes no sense, or a parameter is lazy; a `PlanError` if `plan` is another model's.
         TypeError: The first argument is no module, or a limit no number.
     """
 
     module: nn.Module
-    plan: BucketPlan
 
     def __init__(
         self,
@@ -111,6 +112,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
+        *,
+        plan: BucketPlan | None = None,
     ) -> None:
         """See the class."""
         super().__init__()
@@ -139,6 +142,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._weight: float | None = None
         self._comm_hook: CommHook | None = None
         self._divide_by_initial_world_size = True
+        self._given_plan = plan
         self.device_mesh = device_mesh
         self.process_group = _group(process_group, device_mesh)
         inventory = take_inventory(module, self.parameters_to_ignore)
@@ -181,6 +185,15 @@ class DistributedDataParallel(nn.Module, Joinable):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets, in the order of reduction.
+
+        The first one is made from the order of definition. When the first reduced backward has shown in which order
+        gradients arrive, all ranks agree on one and plan anew; a plan that was given stays as it is.
+        """
+        return self._first_plan if self._reducer is None else self._reducer.plan
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -326,11 +339,18 @@ class DistributedDataParallel(nn.Module, Joinable):
             for name, owner, key, _ in named_buffer_slots(self.module, self.parameters_to_ignore)
             if (held := owner.get(key)) is not None
         ]
+        given = [] if self._given_plan is None else [str(bucket.names) for bucket in self._given_plan.buckets]
         options = [f"bucket limits {self._limits} bytes", f"buffers are broadcast: {self.forward_sync_buffers}"]
         ignored = sorted(self.parameters_to_ignore)
         agree(
             self.process_group,
-            [("parameter", inventory.lines), ("buffer", buffers), ("ignored name", ignored), ("option", options)],
+            [
+                ("parameter", inventory.lines),
+                ("buffer", buffers),
+                ("ignored name", ignored),
+                ("option", options),
+                ("given bucket", given),
+            ],
         )
 
     def _copy_from(self, source: int, *, include_buffers: bool) -> None:
@@ -344,17 +364,23 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _connect(self, inventory: Inventory) -> None:
         """Makes the plan and what carries it out; asks nothing of other ranks."""
         self._inventory = inventory
-        self.plan = plan_buckets(inventory.facts, self._limits, world_size=dist.get_world_size(self.process_group))
+        world_size = dist.get_world_size(self.process_group)
+        plan_anew = functools.partial(plan_buckets, inventory.facts, self._limits, world_size=world_size)
+        if self._given_plan is None:
+            self._first_plan = plan_anew()
+        else:
+            self._first_plan = bind_plan(self._given_plan, inventory.facts, world_size=world_size)
         self._sync_buffers = BufferSync(self.module, self.parameters_to_ignore, self.process_group)
         self._reducer = (
             Reducer(
                 inventory,
-                self.plan,
+                self._first_plan,
                 self.process_group,
                 as_views=self.gradient_as_bucket_view,
                 hook=self._comm_hook,
+                replan=None if self._given_plan is not None else lambda arrival: plan_anew(arrival=arrival),
             )
-            if self.plan.buckets
+            if self._first_plan.buckets
             else None
         )
         self._tell_reducer()
@@ -447,7 +473,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return result
 
     def __getstate__(self) -> dict[str, typing.Any]:
-        gone = {"_reducer", "_inventory", "_sync_buffers", "process_group", "device_mesh", "plan", "_comm_hook"}
+        gone = {"_reducer", "_inventory", "_sync_buffers", "process_group", "device_mesh", "_comm_hook"}
         return {name: value for name, value in self.__dict__.items() if name not in gone}
 
     def __setstate__(self, state: dict[str, typing.Any], group: dist.ProcessGroup | None = None) -> None:

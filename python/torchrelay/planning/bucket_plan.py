@@ -2,25 +2,32 @@
 
 What the plan keeps to, whatever the parameters:
 
-1. It is a pure function of the parameters' facts and the limits: equal on every rank that holds the same model.
+1. It is a pure function of the parameters' facts, the limits and the order of arrival: equal on every rank that holds
+   the same model.
 2. Every parameter is in exactly one bucket; a bucket holds one dtype on one device.
 3. A parameter with sparse gradients is alone.
-4. Buckets are formed in the order of definition and reduced in the reverse of it, since gradients arrive from the last
-   layer to the first. So the small bucket, limited to 1 MiB, holds what is defined first and is reduced last.
+4. Buckets are formed from the gradient that arrives last to the one that arrives first, and reduced in the order in
+   which they are complete. So the small bucket, limited to 1 MiB, holds what arrives last and is reduced last: little
+   is left to be sent when the backward is over. Until a backward has shown the order of arrival, it is taken to be the
+   reverse of that of definition.
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable, Sequence
 
 from torchrelay import _core
+from torchrelay.errors import PlanError
 
-__all__ = ["Bucket", "BucketPlan", "ParameterFacts", "bucket_limits", "plan_buckets"]
+__all__ = ["Bucket", "BucketPlan", "ParameterFacts", "bind_plan", "bucket_limits", "plan_buckets"]
 
 MIB = 1 << 20
 FIRST_BUCKET_BYTES = MIB
 DEFAULT_BUCKET_MIB = 25.0
 _MOST_BYTES = (1 << 63) - 1
+_VERSION = 1
+_ORIGIN = {"definition": "", "arrival": " (by arrival)", "given": " (given)"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +67,14 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
-    """The buckets of a data-parallel step in the order in which they are reduced over `world_size` ranks."""
+    """The buckets of a data-parallel step in the order in which they are reduced over `world_size` ranks.
+
+    `source` tells what the order was taken from: "definition", "arrival" (of the gradients, in a backward), or "given".
+    """
 
     buckets: tuple[Bucket, ...]
     world_size: int
+    source: str = "definition"
 
     @property
     def bytes(self) -> int:
@@ -81,11 +92,50 @@ class BucketPlan:
                 return bucket
         raise KeyError(name)
 
+    def to_json(self) -> str:
+        """The plan as text that `from_json` reads, for another run to follow; parameters go by their names."""
+        buckets = [
+            {
+                "parameters": list(bucket.names),
+                "bytes": bucket.bytes,
+                "dtype": bucket.dtype,
+                "device": bucket.device,
+                "limit": bucket.limit,
+                "sparse": bucket.sparse,
+            }
+            for bucket in self.buckets
+        ]
+        return json.dumps({"version": _VERSION, "world_size": self.world_size, "buckets": buckets}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "BucketPlan":
+        """The plan that `to_json` wrote. Whether it fits a model is asked when it is given to one.
+
+        Raises:
+            PlanError: The text is no bucket plan.
+        """
+        try:
+            read = json.loads(text)
+            if read["version"] != _VERSION:
+                raise PlanError(f"this is version {read['version']!r} of bucket plans; version {_VERSION} is read here")
+            buckets, position = [], 0
+            for index, bucket in enumerate(read["buckets"]):
+                names = tuple(map(str, bucket["parameters"]))
+                members = tuple(range(position, position + len(names)))
+                position += len(names)
+                facts = bucket["bytes"], bucket["dtype"], bucket["device"], bucket["limit"], bucket["sparse"]
+                buckets.append(Bucket(index, members, names, *facts))
+            return cls(tuple(buckets), int(read["world_size"]), source="given")
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(f"this is no bucket plan as BucketPlan.to_json writes it: {error!r}") from error
+
     def __str__(self) -> str:
         total = sum(len(bucket.names) for bucket in self.buckets)
         head = (
             f"{_count(total, 'gradient')}, {_size(self.bytes)}, in {_count(len(self.buckets), 'bucket')}; "
-            f"averaged over {_count(self.world_size, 'rank')}, in this order:"
+            f"averaged over {_count(self.world_size, 'rank')}, in this order{_ORIGIN[self.source]}:"
         )
         rows = [("bucket", "size", "limit", "dtype", "device", "parameters")]
         for bucket in self.buckets:
@@ -118,29 +168,74 @@ def bucket_limits(cap_mib: float | None = None, caps_mib: Iterable[float] | None
     return limits
 
 
-def plan_buckets(parameters: Sequence[ParameterFacts], limits: Sequence[int], *, world_size: int) -> BucketPlan:
-    """The first plan, made before any gradient has arrived.
+def plan_buckets(
+    parameters: Sequence[ParameterFacts],
+    limits: Sequence[int],
+    *,
+    world_size: int,
+    arrival: Sequence[int] | None = None,
+) -> BucketPlan:
+    """The plan for gradients that arrive in this order.
 
     Args:
         parameters: In the order of definition.
         limits: In bytes, per (dtype, device): the n-th bucket formed is closed when it reaches the n-th limit, or the
             last one. A parameter is never split, so a bucket can be larger than its limit.
         world_size: How many ranks average.
+        arrival: Positions in `parameters`, each once, in the order in which the gradients arrive; by default the
+            reverse of that of definition.
 
     Raises:
-        PlanError: A limit is negative, or there is none.
+        PlanError: A limit is negative, or there is none; or the order of arrival is no permutation.
     """
-    keys: dict[tuple[str, str], int] = {}
-    found, bucket_limit = _core.assign_buckets(
+    expected = range(len(parameters) - 1, -1, -1) if arrival is None else arrival
+    found, bucket_limit = _core.buckets_by_arrival(
         [facts.bytes for facts in parameters],
-        [keys.setdefault((facts.dtype, facts.device), len(keys)) for facts in parameters],
+        _keys(parameters),
         list(limits),
+        list(expected),
         sparse=[facts.sparse for facts in parameters],
     )
-    ordered = reversed(list(zip(found, bucket_limit, strict=True)))
+    ordered = enumerate(zip(found, bucket_limit, strict=True))
     return BucketPlan(
-        tuple(_bucket(index, parameters, members, limit) for index, (members, limit) in enumerate(ordered)), world_size
+        tuple(_bucket(index, parameters, members, limit) for index, (members, limit) in ordered),
+        world_size,
+        "definition" if arrival is None else "arrival",
     )
+
+
+def bind_plan(plan: BucketPlan, parameters: Sequence[ParameterFacts], *, world_size: int) -> BucketPlan:
+    """The plan, given from elsewhere, for these parameters: verified, with their positions and devices.
+
+    Raises:
+        PlanError: The plan has other parameters, with other sizes or dtypes, or mixes what may not be mixed.
+    """
+    position = {facts.name: index for index, facts in enumerate(parameters)}
+    planned = [name for bucket in plan.buckets for name in bucket.names]
+    missing = [name for name in position if name not in set(planned)]
+    unknown = [name for name in planned if name not in position]
+    if missing or unknown:
+        problems = [f"it lacks {', '.join(missing[:4])}"] * bool(missing)
+        problems += [f"the module has no trainable {', '.join(unknown[:4])}"] * bool(unknown)
+        raise PlanError(f"the given bucket plan is one of another module: {'; '.join(problems)}")
+    members = [[position[name] for name in bucket.names] for bucket in plan.buckets]
+    _core.verify_buckets(_keys(parameters), [facts.sparse for facts in parameters], members)
+    bound = tuple(
+        _bucket(index, parameters, found, bucket.limit)
+        for index, (bucket, found) in enumerate(zip(plan.buckets, members, strict=True))
+    )
+    for given, mine in zip(plan.buckets, bound, strict=True):
+        if (given.bytes, given.dtype) != (mine.bytes, mine.dtype):
+            raise PlanError(
+                f"bucket {mine.index} of the given plan ({_abbreviate(mine.names)}) has {given.bytes} bytes of "
+                f"{given.dtype}, but these parameters have {mine.bytes} of {mine.dtype}: make the plan anew"
+            )
+    return BucketPlan(bound, world_size, "given")
+
+
+def _keys(parameters: Sequence[ParameterFacts]) -> list[int]:
+    keys: dict[tuple[str, str], int] = {}
+    return [keys.setdefault((facts.dtype, facts.device), len(keys)) for facts in parameters]
 
 
 def _bucket(index: int, parameters: Sequence[ParameterFacts], members: Sequence[int], limit: int) -> Bucket:

@@ -115,6 +115,30 @@ pub enum Error {
         /// The first index at fault.
         index: usize,
     },
+    /// A bucket without a member.
+    #[error("bucket {bucket} is empty")]
+    EmptyBucket {
+        /// Its place in the order of reduction.
+        bucket: usize,
+    },
+    /// A bucket of what may not be mixed.
+    #[error("bucket {bucket} mixes dtypes or devices: parameters {first} and {other} differ in that")]
+    MixedBucket {
+        /// Its place in the order of reduction.
+        bucket: usize,
+        /// A member.
+        first: usize,
+        /// One that does not fit to it.
+        other: usize,
+    },
+    /// A sparse gradient travels by itself.
+    #[error("parameter {index} has sparse gradients and must be alone, but bucket {bucket} has others")]
+    SparseNotAlone {
+        /// Its place in the order of reduction.
+        bucket: usize,
+        /// The parameter.
+        index: usize,
+    },
     /// The bytes of a bucket do not fit in 64 bits.
     #[error("with the tensor at position {position} its bucket exceeds {} bytes", i64::MAX)]
     SumOverflow {

@@ -21,7 +21,9 @@ mod skip;
 mod streams;
 
 pub use balance::{Cost, balance};
-pub use bucket::{Buckets, Phase, Readiness, assign_buckets};
+pub use bucket::{
+    Buckets, Phase, Readiness, agreed_order, assign_buckets, buckets_by_arrival, verify_buckets,
+};
 pub use clock::clock_cycles;
 pub use error::{Error, Result};
 pub use limits::MAX_CELLS;

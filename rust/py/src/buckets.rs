@@ -1,4 +1,4 @@
-//! Buckets: `assign_buckets`.
+//! Buckets: `assign_buckets`, `buckets_by_arrival`, `agreed_order`, `verify_buckets`.
 
 use pyo3::prelude::*;
 
@@ -25,4 +25,46 @@ pub fn assign_buckets(
         || torchrelay_core::assign_buckets(&sizes, &keys, &limits, sparse.as_deref(), indices.as_deref());
     let buckets = py.detach(assign).map_err(to_py)?;
     Ok((buckets.indices, buckets.limits))
+}
+
+/// Buckets for gradients that arrive in this order.
+#[pyfunction]
+#[pyo3(signature = (sizes, keys, limits, arrival, *, sparse=None))]
+pub fn buckets_by_arrival(
+    sizes: &Bound<'_, PyAny>,
+    keys: &Bound<'_, PyAny>,
+    limits: &Bound<'_, PyAny>,
+    arrival: &Bound<'_, PyAny>,
+    sparse: Option<&Bound<'_, PyAny>>,
+) -> PyResult<(Vec<Vec<usize>>, Vec<i64>)> {
+    let py = sizes.py();
+    let sizes = integers("the size of the tensor", sizes)?;
+    let keys = integers("the key of the tensor", keys)?;
+    let limits = integers("the bucket size limit", limits)?;
+    let arrival = integers("the index of the tensor that arrives", arrival)?;
+    let sparse = sparse.map(|sparse| bools("the expected sparse gradient", sparse)).transpose()?;
+    let plan = || torchrelay_core::buckets_by_arrival(&sizes, &keys, &limits, sparse.as_deref(), &arrival);
+    let buckets = py.detach(plan).map_err(to_py)?;
+    Ok((buckets.indices, buckets.limits))
+}
+
+/// The order of arrival on which ranks agree, from the latest position of each parameter on any rank.
+#[pyfunction]
+pub fn agreed_order(latest: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
+    let py = latest.py();
+    let latest = integers("the latest place of the parameter", latest)?;
+    Ok(py.detach(|| torchrelay_core::agreed_order(&latest)))
+}
+
+/// Returns if these buckets can be carried out.
+#[pyfunction]
+#[allow(clippy::needless_pass_by_value)] // what pyo3 converts is owned
+pub fn verify_buckets(
+    keys: &Bound<'_, PyAny>,
+    sparse: &Bound<'_, PyAny>,
+    buckets: Vec<Vec<usize>>,
+) -> PyResult<()> {
+    let keys = integers("the key of the parameter", keys)?;
+    let sparse = bools("the expected sparse gradient", sparse)?;
+    torchrelay_core::verify_buckets(&keys, &sparse, &buckets).map_err(to_py)
 }

@@ -27,6 +27,9 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::NoSuchPlace { .. }
         | Error::DuplicateIndex { .. }
         | Error::NotAPartition { .. }
+        | Error::EmptyBucket { .. }
+        | Error::MixedBucket { .. }
+        | Error::SparseNotAlone { .. }
         | Error::SumOverflow { .. }
         | Error::BadCost { .. }
         | Error::DurationsDiffer { .. }

@@ -106,6 +106,18 @@ impl Readiness {
         self.0.lock().late().to_vec()
     }
 
+    /// Puts other buckets in the place of these.
+    #[allow(clippy::needless_pass_by_value)] // what pyo3 converts is owned
+    fn rearrange(&self, buckets: Vec<Vec<usize>>) -> PyResult<()> {
+        self.0.lock().rearrange(&buckets).map_err(to_py)
+    }
+
+    /// Parameters in the order in which their gradients arrived in this backward.
+    #[getter]
+    fn arrival(&self) -> Vec<usize> {
+        self.0.lock().arrival().to_vec()
+    }
+
     /// Whether the buckets of this backward are all released at its end.
     #[getter]
     fn deferred(&self) -> bool {

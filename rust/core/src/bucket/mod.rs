@@ -1,7 +1,9 @@
 //! Which gradients are reduced together, and when.
 
+mod arrival;
 mod assign;
 mod readiness;
 
+pub use arrival::{agreed_order, buckets_by_arrival, verify_buckets};
 pub use assign::{Buckets, assign_buckets};
 pub use readiness::{Phase, Readiness};

@@ -15,6 +15,8 @@
 //! 6. An abandoned backward leaves no trace, except what it taught (7).
 //! 7. The first backward, and each after one that marked a parameter twice, releases everything at the end; so a model
 //!    in which a parameter's gradient arrives in pieces is never late twice, and mostly never once.
+//! 8. The order in which the gradients of a backward arrived is known until it is closed. Other buckets may take the place
+//!    of the tracker's between two backwards; nothing else that it knows changes by that.
 
 use crate::error::{Error, Result};
 
@@ -40,6 +42,7 @@ pub struct Readiness {
     left: Vec<usize>,
     released: usize,
     late: Vec<usize>,
+    arrival: Vec<usize>,
     repeated: bool,
     observed: bool,
 }
@@ -50,20 +53,7 @@ impl Readiness {
     /// # Errors
     /// [`Error::NotAPartition`] unless each of the parameters `0..parameters` is in exactly one bucket.
     pub fn new(parameters: usize, buckets: &[Vec<usize>]) -> Result<Self> {
-        let mut bucket_of = vec![None; parameters];
-        for (bucket, members) in buckets.iter().enumerate() {
-            for &member in members {
-                match bucket_of.get_mut(member) {
-                    Some(slot @ None) => *slot = Some(bucket),
-                    _ => return Err(Error::NotAPartition { what: "buckets", index: member }),
-                }
-            }
-        }
-        let bucket_of = bucket_of
-            .into_iter()
-            .enumerate()
-            .map(|(index, bucket)| bucket.ok_or(Error::NotAPartition { what: "buckets", index }))
-            .collect::<Result<Vec<_>>>()?;
+        let bucket_of = inverse(parameters, buckets)?;
         let sizes: Vec<_> = buckets.iter().map(Vec::len).collect();
         Ok(Self {
             bucket_of,
@@ -74,9 +64,22 @@ impl Readiness {
             carried: vec![false; parameters],
             released: 0,
             late: Vec::new(),
+            arrival: Vec::with_capacity(parameters),
             repeated: false,
             observed: false,
         })
+    }
+
+    /// Puts other buckets in the place of these, for the same parameters. A backward that is open is forgotten.
+    ///
+    /// # Errors
+    /// [`Error::NotAPartition`], as for [`Readiness::new`]; then nothing has changed.
+    pub fn rearrange(&mut self, buckets: &[Vec<usize>]) -> Result<()> {
+        self.bucket_of = inverse(self.parameters(), buckets)?;
+        self.sizes = buckets.iter().map(Vec::len).collect();
+        self.left.clone_from(&self.sizes);
+        self.reset();
+        Ok(())
     }
 
     /// How many parameters there are.
@@ -116,6 +119,7 @@ impl Readiness {
             return None;
         }
         *marked = true;
+        self.arrival.push(parameter);
         if let Some(left) = self.left.get_mut(bucket) {
             *left -= 1;
         }
@@ -156,6 +160,11 @@ impl Readiness {
         &self.late
     }
 
+    /// Parameters in the order in which they were first marked in this backward (8).
+    pub fn arrival(&self) -> &[usize] {
+        &self.arrival
+    }
+
     /// Closes the backward. What is left is released by this (3): everything after a reducing one.
     pub fn finish(&mut self) {
         match self.phase {
@@ -182,5 +191,23 @@ impl Readiness {
         self.left.copy_from_slice(&self.sizes);
         self.released = 0;
         self.late.clear();
+        self.arrival.clear();
     }
+}
+
+/// The bucket of each parameter.
+fn inverse(parameters: usize, buckets: &[Vec<usize>]) -> Result<Vec<usize>> {
+    let mut bucket_of = vec![None; parameters];
+    for (bucket, members) in buckets.iter().enumerate() {
+        for &member in members {
+            match bucket_of.get_mut(member) {
+                Some(slot @ None) => *slot = Some(bucket),
+                _ => return Err(Error::NotAPartition { what: "buckets", index: member }),
+            }
+        }
+    }
+    let checked = |(index, bucket): (usize, Option<usize>)| {
+        bucket.ok_or(Error::NotAPartition { what: "buckets", index })
+    };
+    bucket_of.into_iter().enumerate().map(checked).collect()
 }
