@@ -11,6 +11,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCHERS = {
     "pipeline.py": [],
+    "transformer.py": [],
     "unet.py": [],
     "data_parallel.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
 }
