@@ -73,7 +73,7 @@ impl Schedule {
         let timing = Timing::of(self)?;
         let mut writer = Writer::new(self, &timing, options.waits);
         for transfer in timing.transfers(self) {
-            for (rank, end) in transfer.ends {
+            for (rank, end) in transfer.ends(self) {
                 writer.transfer(rank, transfer.time, end);
             }
         }

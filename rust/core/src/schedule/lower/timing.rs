@@ -5,13 +5,30 @@ use super::super::action::{Action, Kind};
 use super::super::walk::walk;
 use crate::error::{Error, Result};
 
-/// A result on its way.
-#[derive(Clone, Copy)]
+/// A result on its way to the next stage, or a gradient to the one before. There are many: twelve bytes each.
+#[derive(Clone, Copy, Default)]
 pub(super) struct Transfer {
     /// When it has been computed.
     pub(super) time: u32,
+    microbatch: u32,
+    /// The stage that computed it.
+    stage: u16,
+    backward: bool,
+}
+
+impl Transfer {
     /// The sending and the receiving rank, and what each does.
-    pub(super) ends: [(usize, Action); 2],
+    pub(super) fn ends(self, schedule: &Schedule) -> [(usize, Action); 2] {
+        let (send, receive, there) = if self.backward {
+            (Kind::SendBackward, Kind::RecvBackward, self.stage.saturating_sub(1))
+        } else {
+            (Kind::SendForward, Kind::RecvForward, self.stage.saturating_add(1))
+        };
+        [(send, self.stage), (receive, there)].map(|(kind, stage)| {
+            let rank = schedule.rank_of(usize::from(stage)).unwrap_or_default();
+            (rank, Action::known(kind, stage, self.microbatch))
+        })
+    }
 }
 
 /// When all actions begin, and all results are done.
@@ -91,35 +108,56 @@ impl Timing {
         self.starts.get(rank)?.get(position).copied()
     }
 
-    /// All transfers in order of time, and link by link where they are done at the same time.
+    /// All transfers in order of time, and link by link where they are done at the same time. They are sorted by counting
+    /// how many there are of each time, and there are no more times than there is work.
     pub(super) fn transfers(&self, schedule: &Schedule) -> Vec<Transfer> {
+        let mut places: Vec<usize> = Vec::new();
+        self.for_each_transfer(schedule, |transfer| {
+            let place = transfer.time as usize + 1;
+            if place >= places.len() {
+                places.resize((place + 1).next_power_of_two(), 0);
+            }
+            if let Some(count) = places.get_mut(place) {
+                *count += 1;
+            }
+        });
+        let mut total = 0;
+        for place in &mut places {
+            total += *place;
+            *place = total;
+        }
+        let mut sorted = vec![Transfer::default(); total];
+        self.for_each_transfer(schedule, |transfer| {
+            let Some(place) = places.get_mut(transfer.time as usize) else { return };
+            if let Some(entry) = sorted.get_mut(*place) {
+                *entry = transfer;
+            }
+            *place += 1;
+        });
+        sorted
+    }
+
+    /// All transfers, link by link.
+    fn for_each_transfer(&self, schedule: &Schedule, mut visit: impl FnMut(Transfer)) {
         let m = schedule.microbatches;
         let border = |upper: usize| Some((schedule.rank_of(upper - 1)?, schedule.rank_of(upper)?, upper));
         let mut borders: Vec<_> =
             (1..schedule.stages()).filter_map(border).filter(|(below, above, _)| below != above).collect();
         borders.sort_unstable_by_key(|&(below, above, stage)| (below.min(above), below.max(above), stage));
-        let mut transfers = Vec::with_capacity(borders.len() * m * if schedule.backward { 2 } else { 1 });
-        for (below, above, upper) in borders {
-            // Always fits, being within the limit.
-            let narrow = |stage: usize| u16::try_from(stage).unwrap_or(u16::MAX);
-            let row = |table: &'_ [u32], stage: usize| stage * m..((stage + 1) * m).min(table.len());
-            let known = |kind, stage, i| Action::known(kind, narrow(stage), i);
-            let lower = upper - 1;
-            for (i, &time) in (0..).zip(self.outputs.get(row(&self.outputs, lower)).unwrap_or_default()) {
-                let send = (below, known(Kind::SendForward, lower, i));
-                transfers.push(Transfer { time, ends: [send, (above, known(Kind::RecvForward, upper, i))] });
-            }
-            if !schedule.backward {
-                continue;
-            }
-            for (i, &time) in
-                (0..).zip(self.input_grads.get(row(&self.input_grads, upper)).unwrap_or_default())
-            {
-                let send = (above, known(Kind::SendBackward, upper, i));
-                transfers.push(Transfer { time, ends: [send, (below, known(Kind::RecvBackward, lower, i))] });
+        for (_, _, upper) in borders {
+            let mut of_stage = |table: &[u32], stage: usize, backward| {
+                // Always fits, being within the limit.
+                let narrow = u16::try_from(stage).unwrap_or(u16::MAX);
+                let times = table.get(stage * m..(stage + 1) * m).unwrap_or_default();
+                for (microbatch, &time) in (0..).zip(times) {
+                    visit(Transfer { time, microbatch, stage: narrow, backward });
+                }
+            };
+            of_stage(&self.outputs, upper - 1, false);
+            if schedule.backward {
+                of_stage(&self.input_grads, upper, true);
             }
         }
-        by_time(&transfers)
     }
 }
 
@@ -137,31 +175,4 @@ impl Progress {
         self.start = self.end.max(ready);
         self.end = self.start + duration;
     }
-}
-
-/// Sorted by counting how many there are of each time, of which there are at most as many as there is work.
-fn by_time(transfers: &[Transfer]) -> Vec<Transfer> {
-    let Some(first) = transfers.first() else { return Vec::new() };
-    let last = transfers.iter().map(|transfer| transfer.time).max().unwrap_or_default();
-    let mut places = vec![0usize; last as usize + 2];
-    for transfer in transfers {
-        if let Some(count) = places.get_mut(transfer.time as usize + 1) {
-            *count += 1;
-        }
-    }
-    let mut before = 0;
-    for place in &mut places {
-        before += *place;
-        *place = before;
-    }
-    let mut sorted = vec![*first; transfers.len()];
-    for transfer in transfers {
-        if let Some(place) = places.get_mut(transfer.time as usize) {
-            if let Some(entry) = sorted.get_mut(*place) {
-                *entry = *transfer;
-            }
-            *place += 1;
-        }
-    }
-    sorted
 }

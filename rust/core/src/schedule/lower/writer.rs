@@ -42,8 +42,8 @@ impl<'a> Writer<'a> {
     pub(super) fn new(schedule: &'a Schedule, timing: &'a Timing, waits: bool) -> Self {
         let is_reduction = |action: &Action| action.kind() == Kind::ReduceGrad;
         let list = |actions: &Vec<Action>| List {
-            // Every computation is received, sent and waited for at most.
-            actions: Vec::with_capacity(actions.len() * 3),
+            // What it computes is received, sent and waited for, at most.
+            actions: Vec::with_capacity(actions.len() * 4),
             overlaps: Vec::new(),
             next: 0,
             next_pair: 0,
