@@ -5,6 +5,7 @@ lowers schedules is called, on objects that hold the few numbers it looks at.
 """
 
 import csv
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -112,6 +113,42 @@ def test_files_of_torch_are_read(name: str, ranks: int, microbatches: int, tmp_p
     lowered = Schedule.from_csv(path.read_text())
     assert lowered.to_csv() == path.read_text()
     assert lowered.placement == schedule.placement
+
+
+@st.composite
+def lists(draw: st.DrawFn) -> Schedule:
+    """Lists that need not make sense, but say all about the schedule: every stage acts, the last micro-batch occurs."""
+    ranks, stages, m = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    placement = draw(st.lists(st.integers(0, ranks - 1), min_size=stages, max_size=stages))
+    rows: list[list[Action | tuple[Action, Action]]] = [[] for _ in range(ranks)]
+    for stage, rank in enumerate(placement):
+        rows[rank].append(Action("F", stage, m - 1))
+        for kind in draw(st.lists(st.sampled_from([*KINDS, "R", "pair"]), max_size=8)):
+            microbatch = draw(st.integers(0, m - 1))
+            if kind == "pair":
+                rows[rank].append((Action("F", stage, microbatch), Action(draw(st.sampled_from("BI")), stage, 0)))
+            else:
+                rows[rank].append(Action(kind, stage, None if kind in WHOLE_STEP else microbatch))
+    # Rows that differ in length must hold all that belongs to the schedule, which these do not.
+    longest = max(map(len, rows))
+    for row in rows:
+        row.extend([row[-1]] * (longest - len(row)) if row else [])
+    forwards = {"F", "SEND_F", "RECV_F", "WAIT_SEND_F", "UNSHARD", "RESHARD"}
+    backward = any(isinstance(entry, tuple) or entry.kind not in forwards for row in rows for entry in row)
+    return Schedule("any", placement, m, rows, backward=backward)
+
+
+@given(lists())
+def test_texts_give_the_same_schedule(schedule: Schedule) -> None:
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    text = schedule.to_csv()
+    rows = text.splitlines()
+    if all(rows):
+        assert Schedule.from_csv(text, name="any") == schedule
+        assert Schedule.from_csv(text.replace("\n", "\r\n").replace(",", ",,"), name="any") == schedule
+    for cell in (cell for row in rows for cell in row.split(",") if row):
+        if not re.fullmatch(r"\d+R\d+", cell):  # torch has no recomputation
+            assert str(pipelining._Action.from_str(cell)) == cell
 
 
 def test_pairs_overlap() -> None:
