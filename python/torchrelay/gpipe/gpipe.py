@@ -110,6 +110,7 @@ class GPipe(nn.Module):
             nn.Sequential(OrderedDict((name, module._modules[name]) for name in partition.layers))
             for partition in self.plan.partitions
         ]
+        self._gathers = deferred_batch_norm
         if deferred_batch_norm:
             partitions = [defer_batch_norm(partition) for partition in partitions]
         self.partitions = nn.ModuleList(
@@ -156,6 +157,7 @@ class GPipe(nn.Module):
                 self._streams,
                 self.batch_dim,
                 self._recorder,
+                self._gathers,
             )
         )
         return step.forward(input, self.chunks, self._programs_for)

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from torchrelay.runtime.names import connect, names_of, share_memory
 
-__all__ = ["Input", "alias", "moved", "unknown_leaves", "version", "wants_grad"]
+__all__ = ["Input", "alias", "connect_outputs", "let_go", "moved", "unknown_leaves", "version", "wants_grad"]
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -53,7 +53,7 @@ class Input:
         """After the layers: the graph ends in `cut`, but needs no more of its content than the layers saved."""
         for cut, given in zip(self.cut, self.given, strict=True):
             if given is not cut and type(cut) is Tensor and cut.layout is torch.strided:
-                cut.data = _nothing(cut.dtype, cut.device)
+                let_go(cut)
 
     def tell_writes(self) -> None:
         """After the layers: whoever saved the memory that was given, for a backward, must learn if it was written on.
@@ -84,9 +84,7 @@ class Input:
 
     def connect(self, outputs: Sequence[Any]) -> None:
         """After the layers: `outputs`, which go to other partitions, may share memory, also with what was given."""
-        for k, output in enumerate(outputs):
-            for other in outputs[:k]:
-                connect(output, other)
+        connect_outputs(outputs)
         for k, given in enumerate(self.given):
             if given is self.cut[k]:
                 continue
@@ -105,6 +103,18 @@ class Input:
             version(given) > (known if given is cut else 0)
             for cut, given, known in zip(self.cut, self.given, self._versions, strict=True)
         )
+
+
+def connect_outputs(outputs: Sequence[Any]) -> None:
+    """Outputs that go to other partitions may share memory."""
+    for k, output in enumerate(outputs):
+        for other in outputs[:k]:
+            connect(output, other)
+
+
+def let_go(cut: Tensor) -> None:
+    """Empty the leaf that a graph ends in."""
+    cut.data = _nothing(cut.dtype, cut.device)
 
 
 @functools.cache

@@ -74,6 +74,10 @@ class CallerContext:
         self._contextvars = contextvars.copy_context()
         # On the caller's own streams the lanes' work is ordered with the caller's, by device, without an event.
         self._streams = [torch.cuda.current_stream(device) for device in sorted_cuda(devices)]
+        # Nothing to enter but grad mode; a lane always comes back to the rest.
+        self._is_usual = self._multithreading and not (
+            self._inference or self._autocast or self._function_modes or self._saved_tensor_hooks or self._streams
+        )
 
     def run(self, device: torch.device, program: Callable[[], T]) -> T:
         """Call `program` in this context, on `device`."""
@@ -81,6 +85,9 @@ class CallerContext:
         return self._contextvars.copy().run(self._run, device, program)
 
     def _run(self, device: torch.device, program: Callable[[], T]) -> T:
+        if self._is_usual and device.type == "cpu":
+            with torch.set_grad_enabled(self._grad):
+                return program()
         with self._enter(device):
             return program()
 

@@ -16,14 +16,30 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchrelay._core import Action, Schedule
+from torchrelay._core import Schedule
 from torchrelay.runtime.context import CallerContext
 from torchrelay.runtime.lanes import Lanes
+from torchrelay.runtime.order import Order
 from torchrelay.runtime.recording import Half, is_profiling, timed, warn_of_hidden_lanes
 
 __all__ = ["Phase", "Task"]
 
 _STOP = object()
+
+
+class _Latch:
+    """An event that happens once; `threading.Event` takes several times as long to make, and each phase has many."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        self._lock.release()
+
+    def wait(self) -> None:
+        with self._lock:
+            pass
 
 
 class Task(NamedTuple):
@@ -42,13 +58,13 @@ class Phase:
     def __init__(
         self,
         schedule: Schedule,
-        programs: Sequence[Sequence[Action]],
+        programs: Sequence[Sequence[Order]],
         tasks: Mapping[str, Task],
         record: Half | None = None,
     ) -> None:
         self._programs = programs
         self._tasks = tasks
-        self._ended = [threading.Event() for _ in programs]
+        self._ended = [_Latch() for _ in programs]
         self._at_work: Sequence[int] = ()
         # One queue in front of each stage and one behind the last, in the direction of the phase.
         self._queues: dict[int, SimpleQueue[Any]] = {stage: SimpleQueue() for stage in range(-1, schedule.stages + 1)}
@@ -68,17 +84,14 @@ class Phase:
 
     # ---- in lanes
 
-    def start(self, lanes: Lanes, context: CallerContext, devices: Sequence[torch.device]) -> None:
-        """Begin in the lanes: one a rank, on that rank's device."""
+    def start(
+        self, lanes: Lanes, context: CallerContext, devices: Sequence[torch.device], order: Sequence[int]
+    ) -> None:
+        """Begin in the lanes: one a rank, on that rank's device; they are woken in this `order` of the ranks."""
         if self._is_timed:
             warn_of_hidden_lanes()
         self._at_work = [rank for rank, program in enumerate(self._programs) if program]
-        lanes.submit(
-            [
-                self._in_lane(rank, context, devices[rank]) if rank in self._at_work else None
-                for rank in range(len(self._programs))
-            ]
-        )
+        lanes.submit([(rank, self._in_lane(rank, context, devices[rank])) for rank in order if self._programs[rank]])
 
     def wait(self, rank: int) -> None:
         """Until `rank` has done all its actions.
@@ -132,13 +145,14 @@ class Phase:
 
     # ---- in the caller's thread
 
-    def run_serially(self) -> None:
-        """All ranks' actions in this thread, each rank going on as long as what it needs is there."""
+    def run_serially(self, order: Sequence[int]) -> None:
+        """All ranks' actions in this thread, in turn by `order`; each rank goes on while what it needs is there."""
         heads = [0] * len(self._programs)
         moved = True
         while moved:
             moved = False
-            for rank, program in enumerate(self._programs):
+            for rank in order:
+                program = self._programs[rank]
                 while heads[rank] < len(program) and self._is_ready(program[heads[rank]]):
                     self._do(program[heads[rank]], rank)
                     heads[rank] += 1
@@ -146,15 +160,15 @@ class Phase:
         stuck = [str(program[head]) for program, head in zip(self._programs, heads, strict=True) if head < len(program)]
         assert not stuck, f"a verified schedule came to a standstill before {', '.join(stuck)}"
 
-    def _is_ready(self, action: Action) -> bool:
+    def _is_ready(self, action: Order) -> bool:
         return self._tasks[action.kind].step is None or not self._queues[action.stage].empty()
 
     # ---- the interpretation
 
-    def _do(self, action: Action, rank: int) -> bool:
+    def _do(self, action: Order, rank: int) -> bool:
         """Take, compute, put. False if there is nothing to take any more, after a failure."""
-        (compute, step), stage, microbatch = self._tasks[action.kind], action.stage, action.microbatch
-        assert microbatch is not None
+        kind, stage, microbatch = action
+        compute, step = self._tasks[kind]
         arrived, value = (microbatch, None) if step is None else self._queues[stage].get()
         if arrived is _STOP:
             return False

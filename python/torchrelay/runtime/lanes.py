@@ -70,12 +70,12 @@ class Lanes:
         # A copy, or what a spawned process unpickles, starts threads of its own.
         return Lanes, (self._names,)
 
-    def submit(self, programs: Sequence[Program | None]) -> None:
-        """Give each lane its program (None: nothing for this lane); returns at once."""
+    def submit(self, programs: Sequence[tuple[int, Program]]) -> None:
+        """Give each lane, by its number, its program, in this order; returns at once."""
         with self._lock:  # invariant 1
-            for inbox, program in zip(self._started().inboxes, programs, strict=True):
-                if program is not None:
-                    inbox.put(program)
+            inboxes = self._started().inboxes
+            for number, program in programs:
+                inboxes[number].put(program)
 
     def is_inside(self) -> bool:
         """Whether the caller is itself one of these lanes, and would wait for itself."""

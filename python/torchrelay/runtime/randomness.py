@@ -112,11 +112,24 @@ class StepRandomness:
 
     # ---- tasks
 
+    def is_without_turn(self, i: int, j: int) -> bool:
+        """Whether a forward task takes no turn, so that it may be run as it is."""
+        return i > 0 and not self._forward[j] and not self._every_task
+
+    def is_backward_without_turn(self, j: int) -> bool:
+        """Whether the next backward task of partition `j` takes no turn."""
+        return (
+            j in self._started_backward
+            and not self._every_task
+            and not self._turns_backward[j]
+            and not self._backward[j]
+        )
+
     def forward(self, i: int, j: int, task: Callable[[], T]) -> T:
         """Run the forward task of micro-batch `i` on partition `j`, whose first must be the partition's first."""
+        if self.is_without_turn(i, j):
+            return task()
         if i > 0 and not self._every_task:
-            if not self._forward[j]:  # the usual case, and counted in microseconds
-                return task()
             return self._in_turn(
                 self._forward[j], self._task_seed(i, j), task, lambda turns: self._compare(i, j, turns)
             )
@@ -133,9 +146,9 @@ class StepRandomness:
 
     def backward(self, i: int, j: int, task: Callable[[], T]) -> T:
         """Run the backward task of micro-batch `i` on partition `j`."""
+        if self.is_backward_without_turn(j):
+            return task()
         if j in self._started_backward and not self._every_task:
-            if not self._turns_backward[j] and not self._backward[j]:
-                return task()
             devices = self._turns_backward[j] | self._backward[j]
             return self._in_turn(devices, self._task_seed(i | _BACKWARD, j), task)
         self._started_backward.add(j)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import record_function
 
-from torchrelay._core import Action, Schedule
+from torchrelay._core import Schedule
+from torchrelay.runtime.order import Order
 
 __all__ = ["Half", "Recorder", "Recording", "TaskSpan", "is_profiling", "timed", "warn_of_hidden_lanes"]
 
@@ -44,7 +45,7 @@ class Half:
         programs: those of its actions that belong to this half, a list a rank.
     """
 
-    def __init__(self, step: object, schedule: Schedule, programs: Sequence[Sequence[Action]]) -> None:
+    def __init__(self, step: object, schedule: Schedule, programs: Sequence[Sequence[Order]]) -> None:
         self.step = step
         self.schedule = schedule
         self.programs = programs
@@ -70,7 +71,7 @@ class Recorder:
     def __reduce__(self) -> tuple[type["Recorder"], tuple[()]]:
         return Recorder, ()
 
-    def begin(self, step: object, schedule: Schedule, programs: Sequence[Sequence[Action]]) -> Half | None:
+    def begin(self, step: object, schedule: Schedule, programs: Sequence[Sequence[Order]]) -> Half | None:
         """The record of a half that begins now; None if nobody asked for one."""
         recording = self.recording
         if recording is None:
@@ -97,7 +98,7 @@ def warn_of_hidden_lanes() -> None:
         )
 
 
-def timed(half: Half | None, action: Action, rank: int, compute: Callable[[], Any]) -> Any:
+def timed(half: Half | None, action: Order, rank: int, compute: Callable[[], Any]) -> Any:
     """Compute, and tell how long it took."""
     start, failed = time.perf_counter_ns(), True
     try:
@@ -117,5 +118,4 @@ def timed(half: Half | None, action: Action, rank: int, compute: Callable[[], An
         if half is not None:
             end = time.perf_counter_ns()
             name = threading.current_thread().name
-            assert action.microbatch is not None
             half.spans.append(TaskSpan(action.kind, action.stage, action.microbatch, rank, start, end, name, failed))

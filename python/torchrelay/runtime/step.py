@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchrelay._core import Action, Schedule
+from torchrelay._core import Schedule
 from torchrelay.runtime.autograd import attach
 from torchrelay.runtime.buffers import BufferWatch
 from torchrelay.runtime.context import CallerContext, needs_callers_thread
@@ -18,8 +18,8 @@ from torchrelay.runtime.gradients import GradientSum
 from torchrelay.runtime.hooks import HooksAside
 from torchrelay.runtime.lanes import Lanes
 from torchrelay.runtime.minibatch import MiniBatch
+from torchrelay.runtime.order import Order
 from torchrelay.runtime.output import Output
-from torchrelay.runtime.parameters import trainable
 from torchrelay.runtime.randomness import RandomnessWatch, StepRandomness
 from torchrelay.runtime.recompute import Determinism, is_recomputing
 from torchrelay.runtime.recording import Recorder
@@ -38,8 +38,8 @@ class Programs(NamedTuple):
     """
 
     schedule: Schedule
-    forward: Sequence[Sequence[Action]]
-    backward: Sequence[Sequence[Action]]
+    forward: Sequence[Sequence[Order]]
+    backward: Sequence[Sequence[Order]]
     recomputed: frozenset[tuple[int | None, int]]
     streams: StreamPrograms | None
 
@@ -55,8 +55,8 @@ class Programs(NamedTuple):
         ranks = [schedule.actions(rank) for rank in range(schedule.ranks)]
         return cls(
             schedule,
-            [[action for action in actions if action.kind == "F"] for actions in ranks],
-            [[action for action in actions if action.kind in ("R", "B")] for actions in ranks],
+            [[Order.of(action) for action in actions if action.kind == "F"] for actions in ranks],
+            [[Order.of(action) for action in actions if action.kind in ("R", "B")] for actions in ranks],
             frozenset((a.microbatch, a.stage) for actions in ranks for a in actions if a.kind == "R"),
             None if streams is None else StreamPrograms(schedule, streams.indices),
         )
@@ -65,7 +65,8 @@ class Programs(NamedTuple):
 class Pipeline(NamedTuple):
     """What a step needs of the model: partition `j` is `modules[j]` on `devices[j]`, worked on by lane `j`.
 
-    No lanes: the plan is carried out in the caller's thread. No streams: on the caller's.
+    No lanes: the plan is carried out in the caller's thread. No streams: on the caller's. `gathers`: some layers find
+    out something about each micro-batch.
     """
 
     modules: Sequence[nn.Module]
@@ -77,6 +78,7 @@ class Pipeline(NamedTuple):
     streams: Streams | None
     batch_dim: int
     recorder: Recorder
+    gathers: bool
 
 
 class _Backward(NamedTuple):
@@ -102,7 +104,6 @@ class Step:
             PartitionTasks(
                 module,
                 device,
-                trainable(module) if self._grad else [],
                 watch,
                 self._skips.of(j),
                 grad=self._grad,
@@ -112,9 +113,6 @@ class Step:
                 zip(pipeline.modules, pipeline.devices, pipeline.buffers, strict=True)
             )
         ]
-        # What a recomputation must find as the forward did.
-        self._context = CallerContext(pipeline.devices)
-        self._determinism = Determinism()
         self._serial = pipeline.lanes is None or pipeline.lanes.is_inside() or needs_callers_thread()
         self._streams: HalfStreams | None = None  # in the forward
         self._freed = False
@@ -136,6 +134,10 @@ class Step:
         """
         self._input = MiniBatch(value, chunks, self._pipeline.batch_dim, self._pipeline.devices[0])
         self._programs: Programs = programs_for(len(self._input.parts))
+        self._recomputed = self._programs.recomputed if self._grad else frozenset()
+        # What a recomputation must find as the forward did.
+        self._context = CallerContext(self._pipeline.devices)
+        self._determinism = Determinism() if self._recomputed else None
         outputs = self._run_forward(self._input.parts)
         self._input.tell_writes()
         self._output = Output(outputs, self._pipeline.batch_dim)
@@ -152,8 +154,8 @@ class Step:
             self._streams.enter_forward([leaf for part in microbatches for leaf in flatten(part)[0]])
         self._random = StepRandomness(self._pipeline.devices, self._input.alike(), self._pipeline.randomness)
         try:
-            self._carry_out(phase)
-            for j in range(self._n):
+            self._carry_out(phase, self._context, range(self._n))
+            for j in reversed(range(self._n)):  # the last one is the last to end, so that the caller wakes up once
                 phase.wait(j)
         except BaseException:
             self._random.finish_forward(failed=True)
@@ -177,25 +179,31 @@ class Step:
         streams, programs = self._pipeline.streams, self._programs.streams
         return None if streams is None or programs is None else HalfStreams(streams, programs)
 
-    def _carry_out(self, phase: Phase) -> None:
-        lanes, devices = self._pipeline.lanes, self._pipeline.devices
+    def _carry_out(self, phase: Phase, context: CallerContext, order: Sequence[int]) -> None:
+        lanes = self._pipeline.lanes
         if self._serial or lanes is None or needs_callers_thread():
-            phase.run_serially()
+            phase.run_serially(order)
         else:
-            phase.start(lanes, CallerContext(devices), devices)
+            phase.start(lanes, context, self._pipeline.devices, order)
 
     def _forward_task(self, i: int, j: int, value: Any) -> Any:
-        tasks = self._tasks[j]
-        run = tasks.checkpoint if self._grad and (i, j) in self._programs.recomputed else tasks.forward
-
-        def task(value: Any) -> Any:
-            return self._random.forward(i, j, lambda: self._gathering.task(j, run, i, value))
-
         try:
-            return task(value) if self._streams is None else self._streams.forward(i, j, value, task)
+            if self._streams is not None:
+                return self._streams.forward(i, j, value, lambda arrived: self._drawing(i, j, arrived))
+            return self._drawing(i, j, value)
         except BaseException as failure:
             locate(failure, "the forward", i, j, self._pipeline.modules[j])
             raise
+
+    def _drawing(self, i: int, j: int, value: Any) -> Any:
+        """A task's random numbers are those of the plan."""
+        tasks = self._tasks[j]
+        run = tasks.checkpoint if (i, j) in self._recomputed else tasks.forward
+        if self._pipeline.gathers:
+            return self._random.forward(i, j, lambda: self._gathering.task(j, run, i, value))
+        if self._random.is_without_turn(i, j):  # the usual case, and counted in microseconds
+            return run(i, value)
+        return self._random.forward(i, j, lambda: run(i, value))
 
     def _attach(self) -> None:
         output = self._output
@@ -246,14 +254,14 @@ class Step:
             )
         for k in self._input.written():
             self._tasks[0].tell_write(k)
-        if self._programs.recomputed:
+        if self._determinism is not None:
             self._determinism.check()
         keep = keeps_graph()
         self._freed = not keep
         lowest = self._lowest_asked_for(node)
         sums = [GradientSum(len(tasks.parameters)) for tasks in self._tasks]
         hooks = HooksAside([tasks.parameters for tasks in self._tasks[lowest:]])
-        last = [_microbatch(program[-1]) for program in self._programs.backward]
+        last = [program[-1].microbatch for program in self._programs.backward]
         devices, modules = self._pipeline.devices, self._pipeline.modules
         streams = self._backward_streams.pop(_backward_id(), None)
 
@@ -274,6 +282,8 @@ class Step:
         skips: SkipGradients = {}
 
         def differentiate(i: int, j: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            if self._random.is_backward_without_turn(j):
+                return self._tasks[j].backward(i, gradients, sums[j], skips, retain_graph=keep)
             return self._random.backward(
                 i, j, lambda: self._tasks[j].backward(i, gradients, sums[j], skips, retain_graph=keep)
             )
@@ -299,7 +309,7 @@ class Step:
             streams.enter_backward()
         self._random.start_backward()
         try:
-            self._carry_out(phase)
+            self._carry_out(phase, CallerContext(self._pipeline.devices), range(self._n - 1, -1, -1))
         except BaseException:
             self._end_backward(backward, failed=True)
             raise
@@ -317,8 +327,8 @@ class Step:
 
     def _cut_output_gradients(self) -> list[tuple[int, list[Tensor | None]]]:
         cut = self._output.cut(self._output_gradients.pop(_backward_id()))
-        actions = self._programs.backward[self._n - 1]
-        return [(i, cut[i]) for i in (_microbatch(action) for action in actions if action.kind == "B")]
+        orders = self._programs.backward[self._n - 1]
+        return [(order.microbatch, cut[order.microbatch]) for order in orders if order.kind == "B"]
 
     def _end_backward(self, backward: _Backward, *, failed: bool = False) -> None:
         backward.hooks.restore_all()
@@ -330,8 +340,3 @@ class Step:
 
 def _backward_id() -> int:
     return int(torch._C._current_graph_task_id())
-
-
-def _microbatch(action: Action) -> int:
-    assert action.microbatch is not None
-    return action.microbatch

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from torchrelay.runtime.boundary import Input, moved, unknown_leaves, version, wants_grad
-from torchrelay.runtime.buffers import BufferWatch
+from torchrelay.runtime.boundary import Input, connect_outputs, moved, unknown_leaves, version, wants_grad
+from torchrelay.runtime.buffers import BufferWatch, StepBuffers
 from torchrelay.runtime.engine import Root, gradients, root
 from torchrelay.runtime.gradients import GradientSum
+from torchrelay.runtime.parameters import trainable
+from torchrelay.runtime.plain_cut import PlainCut
 from torchrelay.runtime.recompute import checkpointing, recomputing
 from torchrelay.runtime.skips import PartitionSkips, SkipGradients
 from torchrelay.runtime.values import Spec, flatten, unflatten
@@ -44,18 +46,19 @@ class _Kept(NamedTuple):
 class PartitionTasks:
     """The tasks of one partition in one step."""
 
+    parameters: list[Tensor]
+    """What the partition's gradients are of; known from the first micro-batch's forward on."""
+
     def __init__(
         self,
         module: nn.Module,
         device: torch.device,
-        parameters: list[Tensor],
         watch: BufferWatch,
         skips: PartitionSkips | None,
         *,
         grad: bool,
         first: bool,
     ) -> None:
-        self.parameters = parameters
         self._skips = skips
         self._module = module
         self._device = device
@@ -65,12 +68,16 @@ class PartitionTasks:
         self._first = first
         self._given: dict[int, Sequence[Any]] = {}  # of the first partition: what the layers got of the caller's memory
         self._writes_on_input = False
-        self._buffers = watch.step()
+        self._watch = watch
+        self._buffers: StepBuffers  # from the first micro-batch on, if it is to be recomputed
+        self._plain_cut: PlainCut | None = None  # unless it is possible
 
     # ---- with a graph, or without any
 
     def forward(self, i: int, value: Any) -> Any:
         """The partition's output for micro-batch `i`."""
+        if i == 0:
+            self.parameters = trainable(self._module) if self._grad else []
         leaves, spec = self._arrived(i, value)
         if not self._grad:
             outputs, output_spec = self._run([moved(leaf, self._device) for leaf in leaves], spec)
@@ -150,18 +157,38 @@ class PartitionTasks:
         return unflatten(outputs, spec)
 
     def _with_graph(self, i: int, leaves: Sequence[Any], spec: Spec) -> tuple[Sequence[Any], Spec, _Graph]:
+        if i > 0 and self._plain_cut is not None and self._plain_cut.takes(leaves[0], spec):
+            return self._with_plain_cut(i, leaves[0], self._plain_cut)
         given = Input(leaves, self._device, popped=0 if self._skips is None else self._skips.popped)
-        self._note_given(i, given)
+        self._note_given(i, given.given)
+        uses = PlainCut.uses(given.given[0]) if i == 0 and len(leaves) == 1 else 0
         outputs, output_spec = self._run(given.given, spec)
+        if i == 0:
+            self._find_plain_cut(given, spec, uses)
         given.tell_writes()
         given.connect(outputs)
         graph = _Graph(given.ends(), [root(leaf) if wants_grad(leaf) else None for leaf in outputs])
         given.let_go()
         return outputs, output_spec, graph
 
-    def _note_given(self, i: int, given: Input) -> None:
+    def _with_plain_cut(self, i: int, leaf: Tensor, plain: PlainCut) -> tuple[Sequence[Any], Spec, _Graph]:
+        cut, given = plain.cut(leaf)
+        self._note_given(i, (given,))
+        outputs, output_spec = flatten(self._module(given))
+        if len(outputs) > 1:
+            connect_outputs(outputs)
+        graph = _Graph((cut,), [root(leaf) if wants_grad(leaf) else None for leaf in outputs])
+        plain.let_go(cut, given)
+        return outputs, output_spec, graph
+
+    def _find_plain_cut(self, first: Input, spec: Spec, uses: int) -> None:
+        if self._skips is None:
+            plain = PlainCut(first, spec, self._device, uses)
+            self._plain_cut = plain if plain.is_possible else None
+
+    def _note_given(self, i: int, given: Sequence[Any]) -> None:
         if self._first:
-            self._given[i] = given.given
+            self._given[i] = given
 
     def _note_unknown_leaves(self, inputs: Sequence[Tensor | None], outputs: Sequence[Any]) -> None:
         self.parameters += unknown_leaves(outputs, [*inputs, *self.parameters])
@@ -170,11 +197,14 @@ class PartitionTasks:
 
     def checkpoint(self, i: int, value: Any) -> Any:
         """The partition's output for micro-batch `i`, of which only the input is kept."""
+        if i == 0:
+            self.parameters = trainable(self._module)
+            self._buffers = self._watch.step()
         leaves, spec = self._arrived(i, value)
         spare = _each(_clone, leaves) if i == 0 or self._writes_on_input else None
         self._buffers.before_forward(i)
         given = Input(leaves, self._device, popped=0 if self._skips is None else self._skips.popped)
-        self._note_given(i, given)
+        self._note_given(i, given.given)
         with checkpointing():
             outputs, output_spec = self._run(given.given, spec)
         given.tell_writes()
