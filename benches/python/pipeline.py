@@ -91,14 +91,24 @@ def median(values: Sequence[float]) -> float:
 
 def paced(rounds: int) -> None:
     print(
-        f"paced layers ({FORWARD * 1e3:.0f} ms forward, {BACKWARD * 1e3:.0f} ms backward): makespan / ideal wavefront"
+        f"paced layers ({FORWARD * 1e3:.0f} ms forward, {BACKWARD * 1e3:.0f} ms backward): makespan / ideal wavefront of"
+        f" tasks that take as long as the plain layers did in the same rounds (and of tasks that take just the pace)"
     )
     for n, m in (2, 8), (4, 16), (8, 32):
-        ideal = n + m - 1
-        times = interleaved({"lanes": build(Paced, n, m, "lanes")}, torch.ones(m, 4), rounds)["lanes"]
-        forward = median([f for f, _ in times]) / (ideal * FORWARD)
-        backward = median([b for _, b in times]) / (ideal * BACKWARD)
-        print(f"  {n} partitions x {m:2} micro-batches: forward {forward:.3f}, backward {backward:.3f}")
+        model = build(Paced, n, m, "lanes")
+        plain, tasks = model.plain(), n + m - 1
+        x = torch.ones(m, 4)
+        found: list[tuple[tuple[float, float], tuple[float, float]]] = []
+        for _ in range(rounds + 2):
+            # Once through the plain layers: what a task of this pace takes on this machine, at this time.
+            unit = step(plain, x[:1])
+            found.append((step(model, x), unit))
+        row = []
+        for way, (name, pace) in enumerate((("forward", FORWARD), ("backward", BACKWARD))):
+            unit_of_way = median([unit[way] / n for _, unit in found[2:]])
+            makespan = median([taken[way] for taken, _ in found[2:]])
+            row.append(f"{name} {makespan / (tasks * unit_of_way):.3f} ({makespan / (tasks * pace):.3f})")
+        print(f"  {n} partitions x {m:2} micro-batches: {', '.join(row)}")
 
 
 def overhead(rounds: int) -> None:
