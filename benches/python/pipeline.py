@@ -91,8 +91,8 @@ def median(values: Sequence[float]) -> float:
 
 def paced(rounds: int) -> None:
     print(
-        f"paced layers ({FORWARD * 1e3:.0f} ms forward, {BACKWARD * 1e3:.0f} ms backward): makespan / ideal wavefront of"
-        f" tasks that take as long as the plain layers did in the same rounds (and of tasks that take just the pace)"
+        f"paced layers ({FORWARD * 1e3:.0f} ms forward, {BACKWARD * 1e3:.0f} ms backward): makespan / ideal wavefront "
+        f"of tasks that take as long as the plain layers did in the same rounds (and of tasks that take just the pace)"
     )
     for n, m in (2, 8), (4, 16), (8, 32):
         model = build(Paced, n, m, "lanes")

@@ -1,9 +1,10 @@
 """torch's random number generators, one a device and process, and turns on them."""
 
+import ctypes
+import functools
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from hashlib import blake2b
 
 import torch
 from torch import Generator, Tensor
@@ -21,9 +22,9 @@ PATIENCE = 1800.0
 # How often steps have advanced each generator.
 _ADVANCES: Counter[torch.device] = Counter()
 
-# The state of the CPU's generator begins with the seed (8 bytes), and its place in a block of 624 numbers (two integers
-# and a flag).
-_PLACE_IN_STATE = slice(8, 24)
+# The state of the CPU's generator begins with the seed (8 bytes) and the place in a block of 624 numbers (two integers
+# of four bytes, one of eight); then come the numbers, eight bytes each, and what normal distributions kept.
+_SEED, _PLACE, _NUMBERS = slice(0, 8), slice(8, 24), slice(0, 24 + 8 * 624)
 
 
 class _Held(threading.local):
@@ -48,9 +49,12 @@ class Source:
         inside = device in _held.devices  # invariant 2
         self._lock = threading.Lock() if inside else _LOCKS.setdefault(device, threading.Lock())
 
-    @contextmanager
-    def turn(self, seed: int | None = None) -> Iterator["Turn"]:
-        """Hold the generator, seeded if a seed is given.
+    def turn(self, seed: int | None = None) -> "Turn":
+        """To be entered: hold the generator, seeded if a seed is given."""
+        return Turn(self, seed)
+
+    def acquire(self) -> None:
+        """For :class:`Turn`.
 
         Raises:
             RuntimeError: nobody gives it back; the message says who has it.
@@ -60,61 +64,97 @@ class Source:
                 f"waited {PATIENCE:.0f} s for a turn on the random number generator of {self.device}, which "
                 f"{_HOLDERS.get(self.device)} holds: does a layer wait for another thread that runs a pipeline?"
             )
-        nested = self.device in _held.devices
-        try:
-            _HOLDERS[self.device] = threading.current_thread().name
-            _held.devices.add(self.device)
-            outside = self.state()
-            if seed is not None:
-                self.generator.manual_seed(seed)
-            try:
-                yield Turn(self)
-            finally:
-                if seed is not None:
-                    self.generator.set_state(outside)
-        finally:
-            if not nested:
-                _held.devices.discard(self.device)
-            self._lock.release()
+        _HOLDERS[self.device] = threading.current_thread().name
+
+    def release(self) -> None:
+        """For :class:`Turn`."""
+        self._lock.release()
 
     def state(self) -> Tensor:
         """A copy of the generator's state."""
         return self.generator.get_state()
 
-    def draw(self) -> int:
-        """One number."""
-        return int(torch.empty((), dtype=torch.int64, device=self.device).random_(generator=self.generator))
+    def seed(self) -> int:
+        """A number of 64 bits that the state decides, and that another draw changes; call in a turn.
+
+        It is read, and not drawn: a draw costs as much as several layers, and would have to be taken back.
+        """
+        return int.from_bytes(blake2b(_bytes(self.state())[_NUMBERS], digest_size=8).digest(), "little")
 
     def advance(self) -> None:
         """Leave the caller's generator one draw further; call in a turn."""
-        self.draw()
+        torch.empty((), dtype=torch.int64, device=self.device).random_(generator=self.generator)
         _ADVANCES[self.device] += 1
 
-    def mark(self) -> tuple[Tensor, int]:
+    def mark(self) -> tuple[bytes, int]:
         """The caller's state, for :meth:`is_at`; call in a turn."""
-        return self.state(), _ADVANCES[self.device]
+        return _bytes(self.state()), _ADVANCES[self.device]
 
-    def is_at(self, mark: tuple[Tensor, int]) -> bool:
+    def is_at(self, mark: tuple[bytes, int]) -> bool:
         """Whether the caller's generator is where it was, or steps of other threads have advanced it."""
-        return _ADVANCES[self.device] != mark[1] or torch.equal(self.state(), mark[0])
+        return _ADVANCES[self.device] != mark[1] or _bytes(self.state()) == mark[0]
 
 
 class Turn:
-    """What has been drawn in a turn so far."""
+    """One turn on a generator, a context; and, at its end, what has been drawn in it, if it was seeded."""
 
-    def __init__(self, source: Source) -> None:
+    __slots__ = ("_nested", "_outside", "_seed", "_source")
+
+    def __init__(self, source: Source, seed: int | None) -> None:
         self._source = source
-        self._start = source.state()
+        self._seed = seed
+        self._nested = False
+        self._outside: Tensor | None = None
 
-    def has_drawn(self) -> bool:
-        """Whether the generator has been drawn from."""
-        return not torch.equal(self._source.state(), self._start)
+    def __enter__(self) -> "Turn":  # noqa: PYI034 - `Self` is younger than Python 3.10, and nobody derives from this
+        source = self._source
+        source.acquire()
+        try:
+            self._nested = source.device in _held.devices
+            _held.devices.add(source.device)
+            if self._seed is not None:
+                self._outside = source.state()
+                source.generator.manual_seed(self._seed)
+        except BaseException:  # Ctrl-C, say
+            self.__exit__()
+            raise
+        return self
 
-    def place(self) -> tuple[int, ...]:
-        """How far the generator has gone, as far as that shows: the same after as many draws, whatever the seed."""
-        if self._source.device.type == "cuda":
-            return (self._source.generator.get_offset(),)
-        return tuple(self._source.state()[_PLACE_IN_STATE].tolist())
+    def __exit__(self, *failure: object) -> None:
+        source = self._source
+        try:
+            if self._outside is not None:
+                source.generator.set_state(self._outside)
+        finally:
+            if not self._nested:
+                _held.devices.discard(source.device)
+            source.release()
+
+    def drawn(self) -> tuple[int, ...] | None:
+        """How far the generator has gone since it was seeded, the same for as many draws whatever the seed; or None.
+
+        Exact as long as nothing sets the generator, and after that as good as certain.
+        """
+        assert self._seed is not None, "the place at the start is known of a turn with a seed alone"
+        source = self._source
+        if source.device.type == "cuda":
+            place: tuple[int, ...] = (source.generator.get_offset(),)
+            return None if place == (0,) and source.generator.initial_seed() == self._seed else place
+        state = _bytes(source.state())
+        found = state[_PLACE]
+        is_fresh = found == _fresh_place() and int.from_bytes(state[_SEED], "little") == self._seed
+        return None if is_fresh else tuple(found)
+
+
+def _bytes(state: Tensor) -> bytes:
+    """The bytes of a generator's state, which is always on the CPU."""
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+@functools.cache
+def _fresh_place() -> bytes:
+    """The place of a CPU generator that was just seeded: no number of draws leads there again."""
+    return _bytes(Generator().manual_seed(0).get_state())[_PLACE]
 
 
 def _default_generator(device: torch.device) -> Generator:

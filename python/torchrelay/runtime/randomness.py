@@ -4,7 +4,7 @@ All CPU partitions of a process share one generator, and so do the partitions on
 what each task draws:
 
 1. Task (i, j) draws from a state derived from (step seed, i, j), a recomputation from that of its forward. The step
-   seed is one draw from the caller's CPU generator, which is advanced by that if anything drew, and else not at all.
+   seed is derived from the state of the caller's CPU generator, which is advanced if anything drew, else not at all.
 2. Tasks that draw from one generator take turns on it.
 3. A partition's first forward and first backward always take their turn, and show whether the partition draws there. If
    not, its other micro-batches wait for nobody.
@@ -29,7 +29,7 @@ from typing import TypeVar
 
 import torch
 
-from torchrelay.runtime.generators import Source, Turn
+from torchrelay.runtime.generators import Source
 
 __all__ = ["RandomnessWatch", "StepRandomness"]
 
@@ -40,7 +40,7 @@ _MASK = (1 << 64) - 1
 _BACKWARD = 1 << 62  # told apart from any micro-batch
 
 
-_Turns = Mapping[torch.device, Turn]
+_Drawn = Mapping[torch.device, tuple[int, ...] | None]
 
 
 class _Steps:
@@ -92,19 +92,17 @@ class StepRandomness:
         # The devices on which each partition draws.
         self._forward: list[set[torch.device]] = [set() for _ in devices]
         self._backward: list[set[torch.device]] = [set() for _ in devices]
-        self._places: list[dict[torch.device, tuple[int, ...]]] = [{} for _ in devices]
+        self._places: list[dict[torch.device, tuple[int, ...] | None]] = [{} for _ in devices]
         self._strangers: set[torch.device] = set()
         self._between_turns = False
         self._started_backward: set[int] = set()
         self._sources = self._make_sources()
-        with ExitStack() as stack:
-            # A turn with a seed leaves the caller's state: it is advanced at the end, and only if anything drew.
-            for source in self._sources.values():
-                stack.enter_context(source.turn())
-            self._marks = {device: source.mark() for device, source in self._sources.items()}
-            cpu = self._sources[_CPU]
-            self._seed = cpu.draw() ^ _enter()
-            cpu.generator.set_state(self._marks[_CPU][0])
+        self._marks = {}
+        for device, source in self._sources.items():
+            with source.turn():
+                self._marks[device] = source.mark()
+                if device == _CPU:
+                    self._seed = source.seed() ^ _enter()
 
     def _make_sources(self) -> dict[torch.device, Source]:
         accelerators = [device for device in self._devices if device.type == "cuda"]
@@ -131,9 +129,9 @@ class StepRandomness:
             return task()
         if i > 0 and not self._every_task:
             return self._in_turn(
-                self._forward[j], self._task_seed(i, j), task, lambda turns: self._compare(i, j, turns)
+                self._forward[j], self._task_seed(i, j), task, lambda drawn: self._compare(i, j, drawn)
             )
-        result, drew = self._watched(j, self._task_seed(i, j), task, lambda turns: self._compare(i, j, turns))
+        result, drew = self._watched(j, self._task_seed(i, j), task, lambda drawn: self._compare(i, j, drawn))
         self._late = self._late or (i > 0 and not drew <= self._forward[j])
         self._forward[j] |= drew
         return result
@@ -157,14 +155,14 @@ class StepRandomness:
         return result
 
     def _watched(
-        self, j: int, seed: int, task: Callable[[], T], after: Callable[[_Turns], None] | None = None
+        self, j: int, seed: int, task: Callable[[], T], after: Callable[[_Drawn], None] | None = None
     ) -> tuple[T, set[torch.device]]:
         drew: set[torch.device] = set()
 
-        def ask(turns: _Turns) -> None:
-            drew.update(device for device, turn in turns.items() if turn.has_drawn())
+        def ask(drawn: _Drawn) -> None:
+            drew.update(device for device, place in drawn.items() if place is not None)
             if after is not None:
-                after(turns)
+                after(drawn)
 
         return self._in_turn(self._mine(j), seed, task, ask), drew
 
@@ -173,18 +171,18 @@ class StepRandomness:
         devices: set[torch.device],
         seed: int,
         task: Callable[[], T],
-        after: Callable[[_Turns], None] | None = None,
+        after: Callable[[_Drawn], None] | None = None,
     ) -> T:
         with ExitStack() as stack:
             turns = {device: stack.enter_context(self._sources[device].turn(seed)) for device in self._order(devices)}
             result = task()
             if after is not None:
-                after(turns)
+                after({device: turn.drawn() for device, turn in turns.items()})
             return result
 
-    def _compare(self, i: int, j: int, turns: _Turns) -> None:
-        for device, turn in turns.items():
-            if self._alike[i] and self._places[j].setdefault(device, turn.place()) != turn.place():
+    def _compare(self, i: int, j: int, drawn: _Drawn) -> None:
+        for device, place in drawn.items():
+            if self._alike[i] and self._places[j].setdefault(device, place) != place:
                 self._strangers.add(device)
 
     # ---- the caller's generators
