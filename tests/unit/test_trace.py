@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torchrelay import GPipe, trace
 from torchrelay.planning.partitions import plan_partitions
 from torchrelay.runtime import recording
+from torchrelay.runtime.order import Order
 from torchrelay.runtime.recording import Half, Recording, TaskSpan
 from torchrelay.trace import RecordedStep, Timeline, page, picture, summary
 
@@ -265,7 +266,7 @@ def by_hand(spans: str, *, recompute: str = "never", microbatches: int = 2) -> R
     made, step = Recording(), object()
     made.start = 0
     for kinds in ("F", "RB"):
-        programs = [[action for action in schedule.actions(rank) if action.kind in kinds] for rank in range(2)]
+        programs = [[Order.of(a) for a in schedule.actions(rank) if a.kind in kinds] for rank in range(2)]
         half = Half(step, schedule, programs)
         for kind, stage, microbatch, start, end in map(str.split, spans.split(",")):
             if kind in kinds:

@@ -170,7 +170,7 @@ class Step:
             self._streams.exit_forward(results)
         return [output for _, output in results]
 
-    def _phase(self, programs: Sequence[Sequence[Action]], tasks: Mapping[str, Task]) -> Phase:
+    def _phase(self, programs: Sequence[Sequence[Order]], tasks: Mapping[str, Task]) -> Phase:
         schedule = self._programs.schedule
         record = self._pipeline.recorder.begin(self._identity, schedule, programs)
         return Phase(schedule, programs, tasks, record)

@@ -10,6 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from torchrelay._core import Action, Schedule
+from torchrelay.runtime.order import Order
 from torchrelay.runtime.recording import Half, TaskSpan
 
 __all__ = ["PlannedTask", "even", "idle", "measured", "replay"]
@@ -30,8 +31,9 @@ class PlannedTask(NamedTuple):
 def replay(half: Half, duration: Callable[[Action], float]) -> list[PlannedTask]:
     """When the half's tasks run if each takes as long as `duration` says, and begins as soon as the plan allows."""
     schedule: Schedule = half.schedule
-    mine = [set(program) for program in half.programs]
+    orders = [set(program) for program in half.programs]
     lists = [schedule.actions(rank) for rank in range(schedule.ranks)]
+    mine = [{action for action in lists[rank] if Order.of(action) in orders[rank]} for rank in range(schedule.ranks)]
     durations = [
         [duration(action) if action in mine[rank] else 0.0 for action in actions] for rank, actions in enumerate(lists)
     ]
