@@ -16,7 +16,7 @@ import pytest
 import torch
 from gpipe_support import assert_close, assert_same_gradients
 from torch import Tensor, nn
-from torchrelay import GPipe
+from torchrelay import GPipe, trace
 from torchrelay._core import StreamPlan, make_gpipe, plan_streams
 from torchrelay.errors import PlanError, ScheduleError, StreamError
 from torchrelay.planning.partitions import PartitionPlan, PipelinePlan
@@ -104,6 +104,7 @@ class Recorder:
     def __init__(self) -> None:
         self.callers = {device: Stream(device) for device in range(3)}
         self.log: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+        self.marks: list[Stream] = []
         self._local = threading.local()
 
     def __reduce__(self) -> tuple[type["Recorder"], tuple[()]]:
@@ -139,6 +140,14 @@ class Recorder:
 
     def synchronize(self, event: object) -> None:
         self.note("wait", None, event)
+
+    def mark(self, stream: Stream) -> float:
+        """Each is passed a tenth of a second of the device's after the one before."""
+        self.marks.append(stream)
+        return len(self.marks) / 10
+
+    def elapsed(self, earlier: float, later: float) -> float:
+        return 1e3 * (later - earlier)
 
     def share(self, tensor: Tensor, stream: Stream) -> None:
         self.note("share", stream)
@@ -291,3 +300,31 @@ def test_a_pipeline_on_cpus_has_no_streams_and_is_pickled_with_those_that_it_has
     streams = Streams.of([torch.device("cpu"), torch.device("cuda", 1)])
     assert streams is not None
     assert pickle.loads(pickle.dumps(streams)).indices == [None, 1]
+
+
+def test_kernels_are_timed_on_their_streams_while_somebody_records() -> None:
+    model, _, recorder = on_streams([0, None, 1], 2, "always")
+    model(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
+    assert recorder.marks == []
+    with trace.record(model) as timeline:
+        origins = list(recorder.marks)
+        model(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
+    assert origins == [recorder.callers[0], recorder.callers[1]]
+    around = recorder.marks[2:]
+    assert {stream.device for stream in around} == {0, 1}
+    assert not set(around) & set(recorder.callers.values())
+    tasks = [task for half in timeline.steps[0].halves for task in half.tasks]
+    assert [task.on_device for task in tasks] == [task.partition != 1 for task in tasks]
+    on_device = [task for task in tasks if task.on_device]
+    assert len(around) == 2 * len(on_device) == 2 * 2 * 3 * 2
+    # Two lanes mark by turns, so that a task has at least one step of the device's clock, and starts after the origins.
+    assert all(task.end - task.start > 0.099 and task.start > 0.05 for task in on_device)
+    assert "measured on the device: " in timeline.to_svg()
+
+
+def test_a_task_that_fails_on_a_stream_has_the_times_of_its_lane() -> None:
+    model, _, _ = on_streams([0, 1], 2, "never")
+    with trace.record(model) as timeline, pytest.raises(RuntimeError):
+        model(torch.ones(4, 5, dtype=torch.float64))
+    (task,) = timeline.steps[0].halves[0].tasks
+    assert (task.failed, task.on_device) == (True, False)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrelay import GPipe
+from torchrelay import GPipe, trace
 
 pytestmark = [
     pytest.mark.gpu,
@@ -187,3 +187,15 @@ def test_steps_leave_no_memory_behind() -> None:
     step()
     torch.cuda.empty_cache()
     assert len({step() for _ in range(4)}) == 1
+
+
+def test_a_timeline_has_the_times_of_kernels_and_not_of_their_launches() -> None:
+    model, _ = model_of(["cuda:0"] * 2, 1, checkpoint="never")
+    value = torch.randn(32, 64, dtype=torch.float64, device="cuda:0")
+    model(value).sum().backward()  # what is done once, at first
+    with trace.record(model) as timeline:
+        model(value).sum().backward()
+    tasks = [task for half in timeline.steps[0].halves for task in half.tasks]
+    assert all(task.on_device for task in tasks)
+    late, others = ([t.end - t.start for t in tasks if (t.partition == 1) is is_late] for is_late in (True, False))
+    assert min(late) > 2 * max(others)

@@ -69,7 +69,7 @@ class Phase:
         # One queue in front of each stage and one behind the last, in the direction of the phase.
         self._queues: dict[int, SimpleQueue[Any]] = {stage: SimpleQueue() for stage in range(-1, schedule.stages + 1)}
         self._failure: BaseException | None = None
-        self._record = record
+        self.record = record
         self._is_timed = record is not None or is_profiling()
 
     def feed(self, stage: int, values: Sequence[tuple[int, Any]]) -> None:
@@ -174,7 +174,7 @@ class Phase:
             return False
         assert arrived == microbatch, f"{action} was sent micro-batch {arrived}"
         if self._is_timed:
-            result = timed(self._record, action, rank, lambda: compute(microbatch, stage, value))
+            result = timed(self.record, action, rank, lambda: compute(microbatch, stage, value))
         else:
             result = compute(microbatch, stage, value)
         if step is not None:

@@ -21,9 +21,9 @@ __all__ = ["Half", "Recorder", "Recording", "TaskSpan", "is_profiling", "timed",
 
 
 class TaskSpan(NamedTuple):
-    """One task as it ran. Times are nanoseconds of `time.perf_counter_ns`.
+    """One task as it ran in its lane, which on an accelerator launches kernels and goes on: see :attr:`Half.marks`.
 
-    On an accelerator they are those of the lane that launched the kernels, not of the kernels.
+    Times are nanoseconds of `time.perf_counter_ns`.
     """
 
     kind: str
@@ -52,6 +52,8 @@ class Half:
         self.start = time.perf_counter_ns()
         self.spans: list[TaskSpan] = []  # appended to by several threads, which a list allows
         self.failure: str | None = None
+        # By (kind, stage, micro-batch), of tasks on a stream: the device, and a mark at either side of the kernels.
+        self.marks: dict[tuple[str, int, int], tuple[int, Any, Any]] = {}
 
 
 class Recording:

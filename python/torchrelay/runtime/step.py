@@ -151,6 +151,7 @@ class Step:
         phase.feed(0, list(enumerate(microbatches)))
         self._streams = None if self._serial else self._half_streams()
         if self._streams is not None:
+            self._streams.record = phase.record
             self._streams.enter_forward([leaf for part in microbatches for leaf in flatten(part)[0]])
         self._random = StepRandomness(self._pipeline.devices, self._input.alike(), self._pipeline.randomness)
         try:
@@ -306,6 +307,7 @@ class Step:
         phase.feed(self._n - 1, self._cut_output_gradients())
         backward = _Backward(phase, sums, hooks, lowest, streams)
         if streams is not None:
+            streams.record = phase.record
             streams.enter_backward()
         self._random.start_backward()
         try:

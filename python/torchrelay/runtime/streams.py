@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchrelay._core import Schedule, StreamOperation, StreamPlan, plan_streams
 from torchrelay.planning.partitions import device_index
+from torchrelay.runtime.recording import Half
 from torchrelay.runtime.values import flatten, unflatten
 
 __all__ = ["CudaBackend", "HalfStreams", "StreamBackend", "StreamPrograms", "Streams"]
@@ -45,6 +46,12 @@ class StreamBackend(Protocol):
 
     def synchronize(self, event: Any) -> None:
         """Hold this thread until `event`."""
+
+    def mark(self, stream: Any) -> Any:
+        """As :meth:`record`, for an event that knows when it is passed."""
+
+    def elapsed(self, earlier: Any, later: Any) -> float:
+        """The milliseconds between two marks of one device, both passed."""
 
     def share(self, tensor: Tensor, stream: Any) -> None:
         """Tell the allocator that `stream` uses the memory of `tensor`."""
@@ -87,6 +94,16 @@ class CudaBackend:
     def synchronize(self, event: torch.cuda.Event) -> None:
         """Hold this thread until `event`."""
         event.synchronize()
+
+    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """As :meth:`record`, for an event that knows when it is passed."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def elapsed(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        """The milliseconds between two marks of one device, both passed."""
+        return float(earlier.elapsed_time(later))
 
     def share(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that `stream` uses the memory of `tensor`."""
@@ -240,6 +257,7 @@ class HalfStreams:
         self._callers: dict[str, Any] = {}
         self._known: dict[str, Any] = {}  # of the caller's streams, those that marks are set in
         self._marked: set[str | None] = set()
+        self.record: Half | None = None  # told when kernels ran, if anybody wants to know
 
     # ---- the caller
 
@@ -304,19 +322,19 @@ class HalfStreams:
         task = self._programs.tasks["F", j, i]
         leaves, spec = flatten(value)
         arrived = self._arrive(task, leaves, j)
-        return self._run(task, lambda: compute(value if arrived is leaves else unflatten(arrived, spec)))
+        return self._run(task, ("F", j, i), lambda: compute(value if arrived is leaves else unflatten(arrived, spec)))
 
     def backward(self, i: int, j: int, gradients: Sequence[Any], compute: Callable[[Sequence[Any]], T]) -> T:
         """Run the backward task of micro-batch `i` on partition `j`."""
         task = self._programs.tasks["B", j, i]
         arrived = self._arrive(task, gradients, j)
-        return self._run(task, lambda: compute(arrived))
+        return self._run(task, ("B", j, i), lambda: compute(arrived))
 
     def recompute(self, i: int, j: int, compute: Callable[[], T]) -> T:
         """Run the recomputation of micro-batch `i` on partition `j`."""
         task = self._programs.tasks["R", j, i]
         self._arrive(task, (), j)
-        return self._run(task, compute)
+        return self._run(task, ("R", j, i), compute)
 
     def _arrive(self, task: _Task, leaves: Sequence[Any], j: int) -> Sequence[Any]:
         """What a task is given, on its device and readable on its stream."""
@@ -327,14 +345,23 @@ class HalfStreams:
                 self._call(operation, defaultdict(lambda now=leaves: now))  # type: ignore[misc]
         return leaves
 
-    def _run(self, task: _Task, compute: Callable[[], T]) -> T:
+    def _run(self, task: _Task, place: tuple[str, int, int], compute: Callable[[], T]) -> T:
         if task.stream is None:
             result = compute()
         else:
-            with self._backend.use([self._streams[task.stream]]):
-                result = compute()
+            stream = self._streams[task.stream]
+            with self._backend.use([stream]):
+                result = compute() if self.record is None else self._marking(self.record, stream, place, compute)
         for operation in task.after:
             self._call(operation, {})
+        return result
+
+    def _marking(self, record: Half, stream: Any, place: tuple[str, int, int], compute: Callable[[], T]) -> T:
+        begin = self._backend.mark(stream)
+        result = compute()
+        index = self._streams.indices[place[1]]
+        assert index is not None
+        record.marks[place] = (index, begin, self._backend.mark(stream))
         return result
 
     def _copy(self, operation: StreamOperation, leaves: Sequence[Any], device: torch.device) -> Sequence[Any]:

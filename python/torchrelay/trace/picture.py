@@ -95,7 +95,7 @@ def chart(plan: PipelinePlan, step: RecordedStep, width: int) -> Chart:
             parts.append(_bar(task, scale, k, _HEAD, width, title, is_numbered=is_numbered))
         for task in half.tasks:
             planned = plan_of.get((task.kind, task.partition, task.microbatch))
-            title = f"{_what(task, names)}\nmeasured: {_when(task, half)}"
+            title = f"{_what(task, names)}\nmeasured{' on the device' * task.on_device}: {_when(task, half)}"
             if planned is not None:
                 title += f"\nplan: {_when(planned, half)}"
             if task.failed:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from torchrelay.gpipe.gpipe import GPipe
+from torchrelay.runtime.device_clock import DeviceClock
 from torchrelay.runtime.recording import Recording
 from torchrelay.trace.timeline import Timeline
 
@@ -30,9 +31,11 @@ def record(model: nn.Module) -> Iterator[Timeline]:
     recorder = pipeline._recorder
     if recorder.recording is not None:
         raise RuntimeError("this pipeline is being recorded already: end that block first")
+    streams = pipeline._streams
+    clock = None if streams is None else DeviceClock(streams.backend, streams.indices)
     recorder.recording = recording = Recording()
     try:
-        yield Timeline(recording, pipeline.plan)
+        yield Timeline(recording, pipeline.plan, clock)
     finally:
         recorder.recording = None
 

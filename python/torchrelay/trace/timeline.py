@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.planning.partitions import PipelinePlan
-from torchrelay.runtime.recording import Half, Recording
+from torchrelay.runtime.device_clock import DeviceClock
+from torchrelay.runtime.recording import Half, Recording, TaskSpan
 from torchrelay.trace import beside
 
 __all__ = ["KINDS", "RecordedHalf", "RecordedStep", "RecordedTask", "Timeline"]
@@ -26,6 +27,7 @@ class RecordedTask:
         end: when it ended.
         thread: the name of the thread that carried it out; empty for a planned task.
         failed: whether it raised.
+        on_device: whether the times are those of its kernels. Else they are those of the lane.
     """
 
     kind: str
@@ -35,6 +37,7 @@ class RecordedTask:
     end: float
     thread: str = ""
     failed: bool = False
+    on_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,19 +121,22 @@ class RecordedStep:
 class Timeline:
     """What was recorded, up to now. Made by :func:`torchrelay.trace.record`."""
 
-    def __init__(self, recording: Recording, plan: PipelinePlan) -> None:
+    def __init__(self, recording: Recording, plan: PipelinePlan, clock: DeviceClock | None = None) -> None:
         self._recording = recording
+        self._clock = clock
         self.plan = plan
 
     @property
     def steps(self) -> tuple[RecordedStep, ...]:
-        """In the order in which they began."""
+        """In the order in which they began. Waits for the kernels of those on accelerators."""
         halves: dict[object, list[Half]] = {}
         for half in list(self._recording.halves):
             halves.setdefault(half.step, []).append(half)
         return tuple(
             RecordedStep(
-                number, of_step[0].schedule.microbatches, tuple(_half(half, self._recording.start) for half in of_step)
+                number,
+                of_step[0].schedule.microbatches,
+                tuple(_half(half, self._recording.start, self._clock) for half in of_step),
             )
             for number, of_step in enumerate(halves.values())
         )
@@ -229,8 +235,20 @@ def _chosen(steps: Sequence[RecordedStep], number: int) -> RecordedStep:
     return steps[number]
 
 
-def _half(half: Half, origin: int) -> RecordedHalf:
-    spans = sorted(half.spans, key=lambda span: (span.rank, span.start))
+def _spans(half: Half, clock: DeviceClock | None) -> list[TaskSpan]:
+    """When tasks ran; on an accelerator, when their kernels did."""
+    spans = []
+    for span in list(half.spans):
+        marks = half.marks.get((span.kind, span.stage, span.microbatch))
+        if clock is not None and marks is not None:
+            index, begin, end = marks
+            span = span._replace(start=clock.at(index, begin), end=clock.at(index, end))
+        spans.append(span)
+    return sorted(spans, key=lambda span: (span.rank, span.start))
+
+
+def _half(half: Half, origin: int, clock: DeviceClock | None) -> RecordedHalf:
+    spans = _spans(half, clock)
     start = (half.start - origin) / 1e9
     tasks = tuple(
         RecordedTask(
@@ -241,6 +259,7 @@ def _half(half: Half, origin: int) -> RecordedHalf:
             (span.end - origin) / 1e9,
             span.thread,
             span.failed,
+            clock is not None and (span.kind, span.stage, span.microbatch) in half.marks,
         )
         for span in spans
     )
