@@ -6,26 +6,40 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from torchrelay.errors import RankMismatchError
+from torchrelay.data_parallel.waiting import Place, Watch
+from torchrelay.errors import RankMismatchError, ReductionError
 
 __all__ = ["agree"]
 
 
-def agree(group: dist.ProcessGroup, what: Sequence[tuple[str, Sequence[object]]]) -> None:
+def agree(group: dist.ProcessGroup, watch: Watch, place: Place, what: Sequence[tuple[str, Sequence[object]]]) -> None:
     """Returns if every rank passes the same, and raises on every rank if not.
 
     Args:
         group: The ranks.
+        watch: Tells the others that this rank is here.
+        place: Where that is.
         what: Named lists, the same names on every rank; entries are compared by their `str()`.
 
     Raises:
+        ReductionError: Another rank did not come.
         RankMismatchError: Names the first list and entry that differ, the ranks, and both sides' values.
     """
     mine = [(name, [str(entry) for entry in entries]) for name, entries in what]
-    digests = _gather(group, hashlib.sha256(repr(mine).encode()).hexdigest())
-    if len(set(digests)) == 1:
+    watch.write(place)
+    try:
+        digests = _gather(group, hashlib.sha256(repr(mine).encode()).hexdigest())
+        everyone = [] if len(set(digests)) == 1 else _gather(group, mine)
+    except RuntimeError as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise ReductionError(
+            f"rank {dist.get_rank(group)} compares its module with those of the other ranks, but "
+            f"{watch.missing(place)} ({reason}). Every rank wraps its module, and changes its parameters (unfreezes, "
+            "casts, adds some), at the same point"
+        ) from error
+    watch.erase()
+    if not everyone:
         return
-    everyone = _gather(group, mine)
     raise RankMismatchError(first_difference(everyone))
 
 

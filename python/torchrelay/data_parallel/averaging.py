@@ -1,18 +1,12 @@
 """One collective: a tensor becomes its mean over the ranks."""
 
-import typing
-
 import torch
 import torch.distributed as dist
 
-__all__ = ["Averager", "Work"]
+from torchrelay.data_parallel.waiting import Place, Watch, Work
+from torchrelay.errors import ReductionError
 
-
-class Work(typing.Protocol):
-    """A collective on its way."""
-
-    def wait(self) -> object:
-        """Returns when the result is there for the current stream, or raises what went wrong."""
+__all__ = ["Averager"]
 
 
 class Averager:
@@ -24,8 +18,9 @@ class Averager:
     rank gets the same bits.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
         self.group = group
+        self._watch = watch
         self.world_size = dist.get_world_size(group)
         self._divides: dict[torch.device, bool] = {}
 
@@ -47,8 +42,11 @@ class Averager:
         if known is None:
             probe = torch.ones(1, device=device)
             try:
-                self._reduce(probe, dist.ReduceOp.AVG).wait()
+                first = Place(0, -1, f"the first bucket on {device.type}")
+                self._watch.wait(self._reduce(probe, dist.ReduceOp.AVG), device, first)
                 known = bool(probe.item() == 1)
+            except ReductionError:
+                raise
             except (RuntimeError, ValueError):
                 known = False
             self._divides[device] = known

@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from torchrelay.data_parallel.parameters import named_buffer_slots
+from torchrelay.data_parallel.waiting import Place, Watch
+from torchrelay.errors import ReductionError
 
 __all__ = ["BufferSync", "broadcast_from"]
 
@@ -35,23 +37,45 @@ class BufferSync:
     alone. Only the statistics of normalisation layers in training are overwritten: their backward does not read them.
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[str], group: dist.ProcessGroup) -> None:
+    def __init__(self, module: nn.Module, ignored: Collection[str], group: dist.ProcessGroup, watch: Watch) -> None:
         self._group = group
+        self._watch = watch
         self._rank = dist.get_rank(group)
         self._slots = [(owner, key, layer) for _, owner, key, layer in named_buffer_slots(module, ignored)]
         self._held: list[torch.Tensor | None] = []
         self._messages: list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
 
     @torch.no_grad()
-    def __call__(self, source: int = 0) -> None:
-        """Before a forward, on every rank; `source` is the rank whose buffers are sent."""
+    def __call__(self, source: int, backward: int) -> None:
+        """Before a forward, on every rank; `source` is the rank whose buffers are sent.
+
+        Args:
+            source: The same on every rank.
+            backward: How many have been reduced so far.
+
+        Raises:
+            ReductionError: They did not come through.
+        """
         self._look_again()
         for message, buffers, views in self._messages:
             if self._rank == source:
                 _copy_all(views, buffers)
-            dist.broadcast(message, group=self._group, group_src=source)
+            self._send(message, source, backward)
             if self._rank != source:
                 self._receive(buffers, views)
+
+    def _send(self, message: torch.Tensor, source: int, backward: int) -> None:
+        place = Place(backward, -1, f"the buffers for the forward after backward {backward - 1}")
+        try:
+            work = dist.broadcast(message, group=self._group, group_src=source, async_op=True)
+            assert work is not None  # every caller is a member of the group
+            self._watch.wait(work, message.device, place)
+        except RuntimeError as error:
+            raise ReductionError(
+                f"on rank {self._rank}, before the forward after {backward} reduced backwards, the buffers of rank "
+                f"{source} did not come through: {error}. That rank may have failed, have left, be slow, or not have "
+                "run this forward"
+            ) from error
 
     def _look_again(self) -> None:
         """A module may have put other tensors in the place of its buffers; so may the last call."""

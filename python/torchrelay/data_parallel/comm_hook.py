@@ -98,7 +98,7 @@ class CommHook:
     @property
     def busy(self) -> bool:
         """Whether the hook of the bucket before is not through."""
-        return self._last is not None and not self._last.done
+        return self._last is not None and not self._last.is_completed()
 
     def drain(self) -> None:
         """Waits for the hook of the bucket before; what it came to is told by its own `wait`."""
@@ -128,9 +128,8 @@ class HookWork:
         self._limit = limit
         self.result = target
 
-    @property
-    def done(self) -> bool:
-        """Whether its future is."""
+    def is_completed(self) -> bool:
+        """Whether its future is done."""
         return self._future.done()
 
     def settle(self) -> None:

@@ -22,6 +22,7 @@ Which parameters were used, and which rank has met trouble, travels as extra ele
 import contextlib
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -30,11 +31,12 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from torchrelay._core import Readiness, agreed_order
-from torchrelay.data_parallel.averaging import Averager, Work
+from torchrelay.data_parallel.averaging import Averager
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.parameters import Inventory
 from torchrelay.data_parallel.storage import BucketStorage
 from torchrelay.data_parallel.uneven import Round
+from torchrelay.data_parallel.waiting import Place, Watch, Work
 from torchrelay.data_parallel.weights import Part, Scale, Share
 from torchrelay.errors import CommHookError, ReductionError
 from torchrelay.planning.bucket_plan import Bucket, BucketPlan
@@ -42,6 +44,10 @@ from torchrelay.planning.bucket_plan import Bucket, BucketPlan
 __all__ = ["Reducer"]
 
 _NAMES_SHOWN = 4
+# What a rank says of itself with the last bucket: this, 0 if it stands in for itself, or one more than the number of
+# its backwards without a reduction. They are averaged in the dtype of the bucket: up to here 16 bits tell them apart.
+_FAILED = -1
+_MOST_UNREDUCED = 100
 
 
 class Reducer:
@@ -51,6 +57,7 @@ class Reducer:
         inventory: The parameters.
         plan: Their buckets; at least one.
         group: The ranks.
+        watch: What waits for them.
         as_views: Whether gradients become views of the buckets' memory.
         hook: What is called for a bucket in place of the average, if anything.
         replan: Makes the plan anew for an order of arrival, as soon as one is known; None: the plan stays.
@@ -68,6 +75,7 @@ class Reducer:
         inventory: Inventory,
         plan: BucketPlan,
         group: dist.ProcessGroup,
+        watch: Watch,
         *,
         as_views: bool,
         hook: CommHook | None = None,
@@ -87,13 +95,16 @@ class Reducer:
         self._by_live = False
         self._names = inventory.names
         self._rank = dist.get_rank(group)
-        self._average = Averager(group)
+        self._average = Averager(group, watch)
+        self._watch = watch
         self._allocate()
         self._lock = threading.RLock()
         self._reducing = False
         self._launched = 0
         self._bare: frozenset[int] = frozenset()
         self._muted = False
+        self._unreduced = 0
+        self._warned = False
         self._flying: dict[int, Work] = {}
         self._adrift: list[BucketStorage] = []
         self._readiness = Readiness(
@@ -124,19 +135,21 @@ class Reducer:
             for bucket in buckets
         ]
         tail = self._storage[-1].tail
-        self._used, self._trouble = tail[: len(parameters)], tail[len(parameters) :]
+        self._used, self._status = tail[: len(parameters)], tail[len(parameters) :]
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""
         self._detach()
 
+    def follow(self, other: "Reducer") -> None:
+        """Takes the place of another reducer of the same module: what its backwards have added up counts."""
+        self.backwards, self._unreduced = other.backwards, other._unreduced
+        used = other.used_names()
+        self._readiness.carry([index for index, name in enumerate(self._names) if name in used])
+
     def used_names(self) -> set[str]:
         """Names of the parameters that this rank has used since the last reduction."""
         return set(self._names) - {self._names[index] for index in self._readiness.unused}
-
-    def note_used(self, names: set[str]) -> None:
-        """Counts these parameters as used since the last reduction, as if an unreduced backward had reached them."""
-        self._readiness.carry([index for index, name in enumerate(self._names) if name in names])
 
     def begin(self) -> None:
         """Opens a backward, from within it, unless one is open.
@@ -163,10 +176,15 @@ class Reducer:
         """How much this rank's gradients count, unless it is as much as any other's."""
         expected, self._round = self._round, None
         if self.weight is not None:
-            return Share(self._average.group, self.weight, self._used.device)
+            return self._weigh(self.weight)
         if expected is not None and self._by_live and len(expected.live) < expected.world_size:
             return Scale(expected.world_size / len(expected.live))
         return None
+
+    def _weigh(self, weight: float) -> Share:
+        device = self._used.device
+        place = Place(self.backwards, -1, f"the weights for backward {self.backwards}")
+        return Share(self._average.group, weight, device, lambda work: self._watch.wait(work, device, place))
 
     # --- ranks that run out of batches
 
@@ -213,9 +231,9 @@ class Reducer:
         """
         with self._lock, torch.no_grad():
             self._settle()
-            self._share = Share(self._average.group, 0, self._used.device) if expected.weighted else None
+            self._share = self._weigh(0) if expected.weighted else None
             self._used.zero_()
-            self._trouble.zero_()
+            self._status.zero_()
             try:
                 self._send_nothing(self._storage)
                 for storage in self._storage:
@@ -261,10 +279,14 @@ class Reducer:
             try:
                 if self._reducing:
                     self._reduce_rest()
+                    self._unreduced = 0
+                else:
+                    self._unreduced += 1
             except BaseException:
                 self._readiness.abandon()
                 for storage in self._storage:
                     storage.forget()
+                self._adrift = [storage for storage in self._storage if storage.pending]
                 raise
             finally:
                 self._flying.clear()
@@ -328,11 +350,11 @@ class Reducer:
         except ReductionError as error:
             problem = error
         if problem is not None:
-            self._trouble[self._rank] = 1
+            self._status[self._rank] = _FAILED
         self._storage[-1].send_tail(self._average)
         if problem is not None:
             with contextlib.suppress(Exception):  # the first error is what there is to tell
-                self._storage[-1].wait()
+                self._wait(self._storage[-1])
             raise problem
 
     def _fill_tail(self, unused: frozenset[int]) -> None:
@@ -340,9 +362,8 @@ class Reducer:
         self._used.fill_(1)
         if unused:
             self._used[list(unused)] = 0
-        self._trouble.zero_()
-        if self._readiness.late:
-            self._trouble[self._rank] = 1
+        self._status.zero_()
+        self._status[self._rank] = _FAILED if self._readiness.late else 1 + min(self._unreduced, _MOST_UNREDUCED)
 
     def _raise_trouble(self, late: list[int]) -> None:
         if late:
@@ -354,16 +375,40 @@ class Reducer:
             )
         # Reading makes the host wait for an accelerator, so there the ranks in trouble alone raise; but not before all
         # ranks agree on a plan, since they do so only if none is in trouble.
-        if (self._trouble.device.type == "cpu" or self._replan is not None) and bool(self._trouble.any()):
-            ranks = ", ".join(str(rank) for rank, flag in enumerate(self._trouble.tolist()) if flag != 0)
+        if self._status.device.type != "cpu" and self._replan is None:
+            return
+        status = self._status.real if self._status.is_complex() else self._status
+        said = [round(one * self._average.world_size) for one in status.tolist()]
+        if _FAILED in said:
+            ranks = ", ".join(str(rank) for rank, word in enumerate(said) if word == _FAILED)
             raise ReductionError(
                 f"backward {self.backwards} failed on rank {ranks}, so its gradients are incomplete on every rank; see "
                 "the error there. Set the gradients to None before the next backward"
             )
+        if not self._warned and self.weight is None:
+            self._compare_unreduced(said)
+
+    def _compare_unreduced(self, said: list[int]) -> None:
+        """Tells the user, once, if ranks have run different numbers of backwards without a reduction before this one.
+
+        That can be meant, and the mean of what the ranks have added up is right then; so it is no error.
+        """
+        counts = {rank: word - 1 for rank, word in enumerate(said) if word > 0}
+        first = next(iter(counts), 0)
+        other = next((rank for rank in counts if counts[rank] != counts[first]), None)
+        if other is not None:
+            self._warned = True
+            warnings.warn(
+                f"before the reduced backward {self.backwards}, rank {first} ran {counts[first]} backwards without a "
+                f"reduction, but rank {other} ran {counts[other]}: if that is not meant, the ranks disagree on which "
+                "micro-step is reduced (no_sync). If it is, let each rank count by its samples with `weighted`",
+                stacklevel=2,
+            )
 
     def _wait(self, storage: BucketStorage) -> None:
         try:
-            storage.wait()
+            index = storage.bucket.index
+            storage.wait(self._watch, Place(self.backwards, index, f"bucket {index} of backward {self.backwards}"))
         except CommHookError:  # says all there is to say
             raise
         except Exception as error:
@@ -379,7 +424,7 @@ class Reducer:
     def _failure(self, what: str, bucket: Bucket, error: Exception) -> ReductionError:
         return ReductionError(
             f"{self._place(bucket)} {what}: {_first_line(error)}. Another rank may have failed, "
-            "have left, or not have run this backward"
+            "have left, be slow, or not have run this backward"
         )
 
     def _abandon(self) -> None:
@@ -392,8 +437,8 @@ class Reducer:
         with self._lock, torch.no_grad():
             if self._reducing and not self._muted:
                 self._used.zero_()
-                self._trouble.zero_()
-                self._trouble[self._rank] = 1
+                self._status.zero_()
+                self._status[self._rank] = _FAILED
                 try:
                     self._send_nothing(self._storage[self._launched :])
                 except Exception:  # the transport is down, so nobody waits; and the caller has the first error already

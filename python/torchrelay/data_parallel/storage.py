@@ -17,9 +17,10 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from torchrelay.data_parallel.averaging import Averager, Work
+from torchrelay.data_parallel.averaging import Averager
 from torchrelay.data_parallel.comm_hook import CommHook, GradBucket, HookWork
 from torchrelay.data_parallel.layout import is_dense, views_of
+from torchrelay.data_parallel.waiting import Place, Watch, Work
 from torchrelay.data_parallel.weights import Part
 from torchrelay.errors import ReductionError
 from torchrelay.planning.bucket_plan import Bucket
@@ -80,7 +81,7 @@ class BucketStorage:
         self.views = views_of(self._flat, [parameter for _, parameter in self._small])
         self._kept: dict[int, torch.Tensor] = {}
         self._sent: list[_Sent] = []
-        self._works: list[Work] = []
+        self._works: list[Work | HookWork] = []
 
     def gather(self, unused: Collection[int], flying: Mapping[int, Work]) -> set[int]:
         """Takes the gradients. Nothing has been sent if this raises.
@@ -129,9 +130,10 @@ class BucketStorage:
             self._works.append(average.start(self._flat))
         for sent in self._sent:
             if sent.tensor.numel():
-                self._works.append(average.start(_flattened(sent.tensor)))
+                work = average.start(_flattened(sent.tensor))
+                self._works.append(work)
                 if sent.own:
-                    flying[sent.tensor.data_ptr()] = self._works[-1]
+                    flying[sent.tensor.data_ptr()] = work
 
     def send_tail(self, average: Averager) -> None:
         """Starts to average the tail, where a hook has been called for the gradients."""
@@ -145,13 +147,22 @@ class BucketStorage:
         bucket = GradBucket(self.bucket, buffer, parameters, is_last=bool(self.tail.numel()))
         self._works.append(hook.start(bucket, target))
 
-    def wait(self) -> None:
-        """Returns when the means are there; raises what the transport raised."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-            if isinstance(work, HookWork) and self.bucket.sparse and self._sent:
-                self._sent[0].tensor = work.result
+    def wait(self, watch: Watch, place: Place) -> None:
+        """Returns when the means are there; raises what the transport raised. What was not awaited stays `pending`."""
+        while self._works:
+            work = self._works[0]
+            if isinstance(work, HookWork):
+                work.wait()
+                if self.bucket.sparse and self._sent:
+                    self._sent[0].tensor = work.result
+            else:
+                watch.wait(work, self._flat.device, place)
+            del self._works[0]
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is still on its way to or from this memory."""
+        return not all(work.is_completed() for work in self._works)
 
     def write_back(self, unused: Collection[int], untouched: Collection[int]) -> None:
         """Makes the means the parameters' gradients.
@@ -199,8 +210,8 @@ class BucketStorage:
                 parameter.grad = view.copy_(gradient)
 
     def forget(self) -> None:
-        """Drops what a failed backward left."""
-        self._works = []
+        """Drops what a failed backward left, except what is still on its way."""
+        self._works = [work for work in self._works if not work.is_completed()]
         self._sent = []
         self._kept.clear()
 

@@ -3,11 +3,12 @@
 import math
 import numbers
 import typing
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from torchrelay.data_parallel.averaging import Work
+from torchrelay.data_parallel.waiting import Work
 
 __all__ = ["Part", "Scale", "Share", "checked_weight"]
 
@@ -39,8 +40,11 @@ class Share:
     empty batch is not); where every weight is 0, so is every gradient.
     """
 
-    def __init__(self, group: dist.ProcessGroup, weight: float, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, weight: float, device: torch.device, wait: Callable[[Work], None]
+    ) -> None:
         """Starts to add up the weights of all ranks; `device` is one that the group can send from."""
+        self._wait = wait
         self._weight = weight
         self._world_size = dist.get_world_size(group)
         # In 64 bits numbers of tokens are exact; not every accelerator has them.
@@ -66,7 +70,7 @@ class Share:
         """Returns when the weights of all ranks have been added up."""
         work, self._work = self._work, None
         if work is not None:
-            work.wait()
+            self._wait(work)
 
 
 def checked_weight(weight: object) -> float:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import datetime
 import functools
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,12 +16,12 @@ from torch.utils import _pytree as pytree
 from torchrelay.data_parallel.agreement import agree
 from torchrelay.data_parallel.broadcast import BufferSync, broadcast_from
 from torchrelay.data_parallel.comm_hook import CommHook
-from torchrelay.data_parallel.limits import group_timeout
 from torchrelay.data_parallel.options import forward_sync, one_device, refuse_missing
 from torchrelay.data_parallel.outputs import watch_outputs
 from torchrelay.data_parallel.parameters import Inventory, named_buffer_slots, take_inventory
 from torchrelay.data_parallel.reducer import Reducer
 from torchrelay.data_parallel.uneven import Round, StandIn, find_last, meet
+from torchrelay.data_parallel.waiting import Place, Watch, time_limit
 from torchrelay.data_parallel.weights import checked_weight
 from torchrelay.errors import ReductionError
 from torchrelay.planning.bucket_plan import BucketPlan, bind_plan, bucket_limits, plan_buckets
@@ -55,7 +56,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         broadcast_buffers: The older name of `forward_sync_buffers`; with False, buffers are not copied at construction
             either.
         init_sync: False: neither compare nor copy anything at construction. The caller vouches for equal modules.
-        process_group: The ranks; all of them by default. Its timeout limits every wait.
+        process_group: The ranks; all of them by default.
         bucket_cap_mb: At how many MiB a bucket is closed; 25 by default. The first one formed, which is reduced last,
             is closed at 1 MiB.
         find_unused_parameters: Accepted; unused parameters are always found.
@@ -75,6 +76,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         lazy_bucket_allocation: Accepted; a hint that changes no result.
         plan: The plan of another run (`BucketPlan.from_json`), instead of one made here: then the order of summation is
             that run's, from the first backward on.
+        timeout: How long this rank waits for a message of the others, as a timedelta or in seconds; at most the timeout
+            of the group, which is also the default. On accelerators the backend keeps its own.
 
     Attributes:
         module: The wrapped module.
@@ -114,6 +117,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         lazy_bucket_allocation: bool = False,
         *,
         plan: BucketPlan | None = None,
+        timeout: "datetime.timedelta | float | None" = None,
     ) -> None:
         """See the class."""
         super().__init__()
@@ -145,6 +149,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._given_plan = plan
         self.device_mesh = device_mesh
         self.process_group = _group(process_group, device_mesh)
+        self._timeout = timeout
+        self._watch = self._new_watch()
         inventory = take_inventory(module, self.parameters_to_ignore)
         self._to_device = one_device(device_ids, sorted({p.device for p in inventory.tensors}, key=str))
         if init_sync:
@@ -268,7 +274,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 f"the communication hook {self._comm_hook.name} is registered already, and there can be one; wrap "
                 "both in a function that calls them"
             )
-        self._comm_hook = CommHook(state, hook, group_timeout(self.process_group))
+        self._comm_hook = CommHook(state, hook, self._watch.limit)
         self._reconnect(self._inventory)
 
     @contextlib.contextmanager
@@ -333,6 +339,10 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # --- construction
 
+    def _new_watch(self) -> Watch:
+        label = f"{type(self.module).__name__} of {sum(1 for _ in self.module.parameters())} parameters"
+        return Watch(self.process_group, time_limit(self.process_group, self._timeout), label)
+
     def _agree(self, inventory: Inventory) -> None:
         buffers = [
             f"{name}: shape {list(held.shape)}, {held.dtype}"
@@ -342,8 +352,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         given = [] if self._given_plan is None else [str(bucket.names) for bucket in self._given_plan.buckets]
         options = [f"bucket limits {self._limits} bytes", f"buffers are broadcast: {self.forward_sync_buffers}"]
         ignored = sorted(self.parameters_to_ignore)
+        where = Place(self._backwards, -1, "the comparison of the ranks' modules")
         agree(
             self.process_group,
+            self._watch,
+            where,
             [
                 ("parameter", inventory.lines),
                 ("buffer", buffers),
@@ -370,12 +383,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._first_plan = plan_anew()
         else:
             self._first_plan = bind_plan(self._given_plan, inventory.facts, world_size=world_size)
-        self._sync_buffers = BufferSync(self.module, self.parameters_to_ignore, self.process_group)
+        self._sync_buffers = BufferSync(self.module, self.parameters_to_ignore, self.process_group, self._watch)
         self._reducer = (
             Reducer(
                 inventory,
                 self._first_plan,
                 self.process_group,
+                self._watch,
                 as_views=self.gradient_as_bucket_view,
                 hook=self._comm_hook,
                 replan=None if self._given_plan is not None else lambda arrival: plan_anew(arrival=arrival),
@@ -390,7 +404,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._inventory.outdated():
             self._connect_anew()
         if self._sends_buffers():
-            self._sync_buffers()
+            self._sync_buffers(0, self._backwards)
+
+    @property
+    def _backwards(self) -> int:
+        reducer: Reducer | None = getattr(self, "_reducer", None)
+        return 0 if reducer is None else reducer.backwards
 
     def _sends_buffers(self) -> bool:
         return self.forward_sync_buffers and self.training and self._enabled
@@ -411,7 +430,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 )
             self._connect_anew()
         if expected.sends_buffers:
-            self._sync_buffers(expected.live[0])
+            self._sync_buffers(expected.live[0], self._backwards)
         if self._reducer is not None:
             self._reducer.joining = True
             self._reducer.expect(expected, by_live=not self._divide_by_initial_world_size)
@@ -420,7 +439,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """For one training forward and backward of the ranks that are not through, on one that is."""
         expected = self._meet(None)
         if expected.sends_buffers:
-            self._sync_buffers(expected.live[0])
+            self._sync_buffers(expected.live[0], self._backwards)
         if expected.reduces and self._reducer is not None:
             self._reducer.stand_in(expected)
 
@@ -445,13 +464,12 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _reconnect(self, inventory: Inventory) -> None:
         """As `_connect`, in the place of another connection: what backwards without a reduction have added counts."""
-        used: set[str] = set()
-        if self._reducer is not None:
-            used = self._reducer.used_names()
-            self._reducer.close()
+        before = self._reducer
+        if before is not None:
+            before.close()
         self._connect(inventory)
-        if self._reducer is not None:
-            self._reducer.note_used(used)
+        if before is not None and self._reducer is not None:
+            self._reducer.follow(before)
 
     # --- saving, copying, showing
 
@@ -473,7 +491,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return result
 
     def __getstate__(self) -> dict[str, typing.Any]:
-        gone = {"_reducer", "_inventory", "_sync_buffers", "process_group", "device_mesh", "_comm_hook"}
+        gone = {"_reducer", "_inventory", "_sync_buffers", "process_group", "device_mesh", "_comm_hook", "_watch"}
         return {name: value for name, value in self.__dict__.items() if name not in gone}
 
     def __setstate__(self, state: dict[str, typing.Any], group: dist.ProcessGroup | None = None) -> None:
@@ -482,6 +500,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._comm_hook = None  # its state may hold a process group, which cannot be saved
         self.device_mesh = None
         self.process_group = _group(group, None)
+        self._watch = self._new_watch()
         self._connect(take_inventory(self.module, self.parameters_to_ignore))
 
     def __deepcopy__(self, memo: dict[int, typing.Any]) -> "DistributedDataParallel":
