@@ -95,7 +95,7 @@ def paced(rounds: int) -> None:
         f"of tasks that take as long as the plain layers did in the same rounds (and of tasks that take just the pace)"
     )
     for n, m in (2, 8), (4, 16), (8, 32):
-        model = build(Paced, n, m, "lanes")
+        model = build(Paced, n, m, "auto")
         plain, tasks = model.plain(), n + m - 1
         x = torch.ones(m, 4)
         found: list[tuple[tuple[float, float], tuple[float, float]]] = []
@@ -114,14 +114,18 @@ def paced(rounds: int) -> None:
 def overhead(rounds: int) -> None:
     print("tiny layers: microseconds a task over the same plan in the caller's thread (and absolute)")
     for n, m in (2, 8), (4, 16), (8, 32):
-        models = {executor: build(tiny, n, m, executor) for executor in ("lanes", "serial")}
-        times = interleaved(models, torch.ones(2 * m, 4), rounds)
-        row = []
+        executors = ("auto", "lanes", "serial")
+        times = interleaved(
+            {executor: build(tiny, n, m, executor) for executor in executors}, torch.ones(2 * m, 4), rounds
+        )
+        print(f"  {n} partitions x {m:2} micro-batches")
         for way, name in enumerate(("forward", "backward")):
-            lanes, serial = ([1e6 * t[way] / (n * m) for t in times[executor]] for executor in ("lanes", "serial"))
-            extra = median([a - b for a, b in zip(lanes, serial, strict=True)])
-            row.append(f"{name} {extra:+.1f} ({median(lanes):.1f}, serial {median(serial):.1f})")
-        print(f"  {n} partitions x {m:2} micro-batches: {', '.join(row)}")
+            taken = {executor: [1e6 * t[way] / (n * m) for t in times[executor]] for executor in executors}
+            row = []
+            for executor in executors[:2]:
+                extra = median([a - b for a, b in zip(taken[executor], taken["serial"], strict=True)])
+                row.append(f"executor={executor!r} {extra:+.1f} ({median(taken[executor]):.1f})")
+            print(f"    {name}: {', '.join(row)}; serial {median(taken['serial']):.1f}")
 
 
 def one_partition(rounds: int) -> None:

@@ -139,3 +139,22 @@ def test_on_an_input_without_gradient(executor, chunks):
     for _ in range(20):
         module.zero_grad()
         assert_same_step(module, split(module, [1, 1], chunks=chunks, executor=executor), lambda: rows(4, 3))
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_only_for_a_later_micro_batch_raises(executor, saves):
+    """The first micro-batch shows whether layers write on their input; whether they save it decides what they get."""
+
+    def write_on_large(value):
+        before = value * value if saves else 0
+        return before + (value.mul_(2) if value.max() > 5 else value * 2)
+
+    layers = [nn.Identity(), nn.Linear(1, 1), Call(write_on_large), nn.Linear(1, 1)]
+    module = nn.Sequential(*layers).double()
+    nn.init.ones_(layers[1].weight)
+    nn.init.zeros_(layers[1].bias)
+    model = split(module, [2, 2], chunks=2, executor=executor)
+    value = torch.tensor([[1.0], [9.0]], dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="in place for micro-batch 1, but none did for the first"):
+        model(value)
+    assert_same_step(module, model, lambda: value.clamp(max=4))

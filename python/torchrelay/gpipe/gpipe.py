@@ -48,7 +48,8 @@ class GPipe(nn.Module):
             not changed: the partitions hold twins of them, with the same parameters and buffers, and of the modules
             around them.
         executor: "lanes": a thread for each partition. "serial": the same plan in the caller's thread, with bitwise
-            the same results; a help for debugging.
+            the same results; a help for debugging. "auto": lanes, but on CPUs tasks that are shorter than a switch
+            between threads are carried out as in "serial" if that was faster in earlier steps.
         batch_dim: the dimension along which tensors are cut into micro-batches and outputs are joined.
 
     Raises:
@@ -89,7 +90,7 @@ class GPipe(nn.Module):
         chunks: int = 1,
         checkpoint: Literal["always", "except_last", "never"] = "except_last",
         deferred_batch_norm: bool = False,
-        executor: Literal["lanes", "serial"] = "lanes",
+        executor: Literal["auto", "lanes", "serial"] = "auto",
         batch_dim: int = 0,
     ) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class GPipe(nn.Module):
         _refuse_lazy(module)
         self.chunks = chunks
         _one_of("checkpoint", checkpoint, "always", "except_last", "never")
-        _one_of("executor", executor, "lanes", "serial")
+        _one_of("executor", executor, "auto", "lanes", "serial")
         balance = None if balance is None else list(balance)
         self.plan = plan_partitions(module, balance, _devices(devices, 0 if balance is None else len(balance)))
         self.checkpoint: str = checkpoint
@@ -145,7 +146,7 @@ class GPipe(nn.Module):
         if len(self.partitions) == 0:
             return input
         # With one partition nothing runs at the same time, and a lane would only cost.
-        lanes = self._lanes if self.executor == "lanes" and len(self.partitions) > 1 else None
+        lanes = self._lanes if self.executor != "serial" and len(self.partitions) > 1 else None
         step = Step(
             Pipeline(
                 list(self.partitions),
@@ -158,6 +159,7 @@ class GPipe(nn.Module):
                 self.batch_dim,
                 self._recorder,
                 self._gathers,
+                self.executor == "auto" and all(device.type == "cpu" for device in self.devices),
             )
         )
         return step.forward(input, self.chunks, self._programs_for)

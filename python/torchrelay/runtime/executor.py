@@ -10,6 +10,7 @@ has, this follows.
 """
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -70,7 +71,9 @@ class Phase:
         self._queues: dict[int, SimpleQueue[Any]] = {stage: SimpleQueue() for stage in range(-1, schedule.stages + 1)}
         self._failure: BaseException | None = None
         self.record = record
-        self._is_timed = record is not None or is_profiling()
+        self.is_serial = False
+        self.began: float  # a time of `time.perf_counter`
+        self.is_timed = record is not None or is_profiling()
 
     def feed(self, stage: int, values: Sequence[tuple[int, Any]]) -> None:
         """Lay the first stage's (micro-batch, value) pairs ready, in the order of its actions."""
@@ -88,7 +91,8 @@ class Phase:
         self, lanes: Lanes, context: CallerContext, devices: Sequence[torch.device], order: Sequence[int]
     ) -> None:
         """Begin in the lanes: one a rank, on that rank's device; they are woken in this `order` of the ranks."""
-        if self._is_timed:
+        self.began = time.perf_counter()
+        if self.is_timed:
             warn_of_hidden_lanes()
         self._at_work = [rank for rank, program in enumerate(self._programs) if program]
         lanes.submit([(rank, self._in_lane(rank, context, devices[rank])) for rank in order if self._programs[rank]])
@@ -147,6 +151,7 @@ class Phase:
 
     def run_serially(self, order: Sequence[int]) -> None:
         """All ranks' actions in this thread, in turn by `order`; each rank goes on while what it needs is there."""
+        self.began, self.is_serial = time.perf_counter(), True
         heads = [0] * len(self._programs)
         moved = True
         while moved:
@@ -173,7 +178,7 @@ class Phase:
         if arrived is _STOP:
             return False
         assert arrived == microbatch, f"{action} was sent micro-batch {arrived}"
-        if self._is_timed:
+        if self.is_timed:
             result = timed(self.record, action, rank, lambda: compute(microbatch, stage, value))
         else:
             result = compute(microbatch, stage, value)

@@ -15,7 +15,12 @@ from torchrelay.runtime.boundary import Input, let_go
 from torchrelay.runtime.names import names_of
 from torchrelay.runtime.values import TENSOR, Spec
 
-__all__ = ["PlainCut"]
+__all__ = ["PlainCut", "is_write_on_leaf"]
+
+
+def is_write_on_leaf(error: RuntimeError) -> bool:
+    """Whether torch refused to write in place on a leaf of the graph, or on a view of one."""
+    return "leaf Variable that requires grad" in str(error)
 
 
 class PlainCut:

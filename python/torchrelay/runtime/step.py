@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchrelay._core import Schedule
 from torchrelay.runtime.autograd import attach
 from torchrelay.runtime.buffers import BufferWatch
+from torchrelay.runtime.choice import Choice
 from torchrelay.runtime.context import CallerContext, needs_callers_thread
 from torchrelay.runtime.engine import keeps_graph, will_run
 from torchrelay.runtime.executor import Phase, Task
@@ -42,6 +43,7 @@ class Programs(NamedTuple):
     backward: Sequence[Sequence[Order]]
     recomputed: frozenset[tuple[int | None, int]]
     streams: StreamPrograms | None
+    choices: tuple[Choice, Choice]  # of the forward and of the backward
 
     @classmethod
     def of(cls, schedule: Schedule, streams: Streams | None = None) -> "Programs":
@@ -59,6 +61,7 @@ class Programs(NamedTuple):
             [[Order.of(action) for action in actions if action.kind in ("R", "B")] for actions in ranks],
             frozenset((a.microbatch, a.stage) for actions in ranks for a in actions if a.kind == "R"),
             None if streams is None else StreamPrograms(schedule, streams.indices),
+            (Choice(schedule.stages * schedule.microbatches), Choice(schedule.stages * schedule.microbatches)),
         )
 
 
@@ -66,7 +69,8 @@ class Pipeline(NamedTuple):
     """What a step needs of the model: partition `j` is `modules[j]` on `devices[j]`, worked on by lane `j`.
 
     No lanes: the plan is carried out in the caller's thread. No streams: on the caller's. `gathers`: some layers find
-    out something about each micro-batch.
+    out something about each micro-batch. `chooses`: short tasks are carried out in the caller's thread where that is
+    faster.
     """
 
     modules: Sequence[nn.Module]
@@ -79,6 +83,7 @@ class Pipeline(NamedTuple):
     batch_dim: int
     recorder: Recorder
     gathers: bool
+    chooses: bool
 
 
 class _Backward(NamedTuple):
@@ -155,9 +160,11 @@ class Step:
             self._streams.enter_forward([leaf for part in microbatches for leaf in flatten(part)[0]])
         self._random = StepRandomness(self._pipeline.devices, self._input.alike(), self._pipeline.randomness)
         try:
-            self._carry_out(phase, self._context, range(self._n))
+            choice = self._programs.choices[0]
+            self._carry_out(phase, self._context, range(self._n), choice)
             for j in reversed(range(self._n)):  # the last one is the last to end, so that the caller wakes up once
                 phase.wait(j)
+            self._note(choice, phase)
         except BaseException:
             self._random.finish_forward(failed=True)
             if self._streams is not None:
@@ -180,12 +187,22 @@ class Step:
         streams, programs = self._pipeline.streams, self._programs.streams
         return None if streams is None or programs is None else HalfStreams(streams, programs)
 
-    def _carry_out(self, phase: Phase, context: CallerContext, order: Sequence[int]) -> None:
+    def _carry_out(self, phase: Phase, context: CallerContext, order: Sequence[int], choice: Choice) -> None:
         lanes = self._pipeline.lanes
-        if self._serial or lanes is None or needs_callers_thread():
+        serially = (
+            self._serial
+            or lanes is None
+            or needs_callers_thread()
+            or (self._pipeline.chooses and not phase.is_timed and choice.is_serial())
+        )
+        if serially or lanes is None:
             phase.run_serially(order)
         else:
             phase.start(lanes, context, self._pipeline.devices, order)
+
+    def _note(self, choice: Choice, phase: Phase) -> None:
+        if self._pipeline.chooses and not phase.is_timed:
+            choice.note(phase.began, serially=phase.is_serial)
 
     def _forward_task(self, i: int, j: int, value: Any) -> Any:
         try:
@@ -235,6 +252,8 @@ class Step:
         except BaseException:
             self._end_backward(backward, failed=True)
             raise
+        if j == 0:
+            self._note(self._programs.choices[1], backward.phase)
         gradients, streams = backward.sums[j].take(), backward.streams
         arrived = sorted(backward.phase.results(-1), key=lambda pair: pair[0]) if j == 0 else []
         if streams is not None:
@@ -311,7 +330,8 @@ class Step:
             streams.enter_backward()
         self._random.start_backward()
         try:
-            self._carry_out(phase, CallerContext(self._pipeline.devices), range(self._n - 1, -1, -1))
+            context = CallerContext(self._pipeline.devices)
+            self._carry_out(phase, context, range(self._n - 1, -1, -1), self._programs.choices[1])
         except BaseException:
             self._end_backward(backward, failed=True)
             raise

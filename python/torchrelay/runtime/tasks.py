@@ -17,7 +17,7 @@ from torchrelay.runtime.buffers import BufferWatch, StepBuffers
 from torchrelay.runtime.engine import Root, gradients, root
 from torchrelay.runtime.gradients import GradientSum
 from torchrelay.runtime.parameters import trainable
-from torchrelay.runtime.plain_cut import PlainCut
+from torchrelay.runtime.plain_cut import PlainCut, is_write_on_leaf
 from torchrelay.runtime.recompute import checkpointing, recomputing
 from torchrelay.runtime.skips import PartitionSkips, SkipGradients
 from torchrelay.runtime.values import Spec, flatten, unflatten
@@ -174,7 +174,15 @@ class PartitionTasks:
     def _with_plain_cut(self, i: int, leaf: Tensor, plain: PlainCut) -> tuple[Sequence[Any], Spec, _Graph]:
         cut, given = plain.cut(leaf)
         self._note_given(i, (given,))
-        outputs, output_spec = flatten(self._module(given))
+        try:
+            outputs, output_spec = flatten(self._module(given))
+        except RuntimeError as error:
+            if cut is not None and is_write_on_leaf(error):
+                raise RuntimeError(
+                    f"a layer wrote on the partition's input in place for micro-batch {i}, but none did for the first: "
+                    f"let it do so for every micro-batch, or use inplace=False"
+                ) from error
+            raise
         if len(outputs) > 1:
             connect_outputs(outputs)
         graph = _Graph((cut,), [root(leaf) if wants_grad(leaf) else None for leaf in outputs])
