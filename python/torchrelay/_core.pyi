@@ -1,11 +1,12 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias, final
 
-from typing_extensions import Self
+from typing_extensions import Self, disjoint_base
 
 __all__ = [
     "Action",
     "Costs",
+    "Found",
     "Readiness",
     "ReadinessHook",
     "Schedule",
@@ -22,6 +23,7 @@ __all__ = [
     "make_schedule",
     "plan_streams",
     "schedule_names",
+    "search_schedule",
     "verify_buckets",
     "verify_partition",
     "verify_skips",
@@ -50,6 +52,14 @@ def buckets_by_arrival(
 def clock_cycles(m: int, n: int) -> list[list[tuple[int, int]]]: ...
 def make_schedule(name: str, ranks: int, microbatches: int, *, stages_per_rank: int | None = None) -> Schedule: ...
 def schedule_names() -> list[str]: ...
+def search_schedule(
+    placement: Sequence[int],
+    microbatches: int,
+    costs: Costs,
+    *,
+    memory_limit: float | Sequence[float] | None = None,
+    time_limit: float | None = None,
+) -> Found: ...
 def make_gpipe(
     ranks: int, microbatches: int, *, backward: bool = True, ascending: bool = False, recompute: str = "never"
 ) -> Schedule: ...
@@ -84,7 +94,7 @@ class Action:
     def __hash__(self) -> int: ...
     def __getnewargs__(self) -> tuple[str, int, int | None]: ...
 
-@final
+@disjoint_base
 class Schedule:
     def __new__(
         cls,
@@ -126,6 +136,15 @@ class Schedule:
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
+
+@final
+class Found(Schedule):
+    @property
+    def cost(self) -> float: ...
+    @property
+    def lower_bound(self) -> float: ...
+    @property
+    def gap(self) -> float: ...
 
 _PerStage: TypeAlias = float | Sequence[float]  # the same for every stage, or one for each
 

@@ -8,7 +8,7 @@ A schedule is a plain value. Make one by name or from explicit actions, then ver
     print(schedule.simulate(torchrelay.schedules.Costs(forward=1, input_grad=1, weight_grad=1)).bubble_rate)
 """
 
-from torchrelay._core import Action, Costs, Schedule, Simulation
-from torchrelay.planning.schedules import make, names
+from torchrelay._core import Action, Costs, Found, Schedule, Simulation
+from torchrelay.planning.schedules import make, names, search
 
-__all__ = ["Action", "Costs", "Schedule", "Simulation", "make", "names"]
+__all__ = ["Action", "Costs", "Found", "Schedule", "Simulation", "make", "names", "search"]

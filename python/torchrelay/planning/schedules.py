@@ -1,8 +1,11 @@
 """The schedules by name."""
 
-from torchrelay._core import Schedule, make_gpipe, make_schedule, schedule_names
+from collections.abc import Sequence
 
-__all__ = ["make", "names"]
+from torchrelay._core import Costs, Found, Schedule, make_gpipe, make_schedule, schedule_names, search_schedule
+from torchrelay.errors import PlanError
+
+__all__ = ["make", "names", "search"]
 
 
 def names() -> list[str]:
@@ -37,3 +40,63 @@ def make(name: str, *, ranks: int, microbatches: int, **options: bool | int | st
     if name == "gpipe" and "stages_per_rank" not in options:
         return make_gpipe(ranks, microbatches, **options)  # type: ignore[arg-type]
     return make_schedule(name, ranks, microbatches, **options)  # type: ignore[arg-type]
+
+
+def search(
+    *,
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    memory_limit: float | Sequence[float] | None = None,
+    placement: str | Sequence[int] = "loop",
+    time_limit: float | None = None,
+) -> Found:
+    """The best schedule that is found for these costs, and how far it may be from the best that there is.
+
+    What is minimised is `Simulation.cost`, the longest time from the start of a rank's first action to the end of its
+    last. The result is no worse than any schedule by name with this placement that keeps the limit.
+
+    Args:
+        ranks: How many ranks there are, at least one.
+        microbatches: How many micro-batches a step has, at least one.
+        costs: What each stage costs.
+        memory_limit: What a rank may hold, in the unit of the costs' memory: for all ranks, or for each.
+        placement: The rank of each stage; or ``"loop"``, stage `s` on rank `s % ranks`; or ``"v"``, forth over the
+            ranks and back. There are as many stages as costs that are given as lists; otherwise a loop has one on each
+            rank, a V two.
+        time_limit: Seconds to search for. Without it the effort is fixed, and the same arguments give the same
+            schedule. Ctrl-C ends the search, and the best so far is returned.
+
+    Returns:
+        A `Schedule` that also has `cost`, `lower_bound` (no schedule within the limit costs less: proven) and `gap`,
+        the share of the bound by which the cost exceeds it.
+
+    Raises:
+        PlanError: Numbers of which no plan can be made, or no schedule was found within the limit.
+    """
+    if isinstance(placement, str):
+        placement = _placement(placement, ranks, _stages(costs))
+    elif len(set(placement)) != ranks or max(placement) >= ranks:
+        raise PlanError(f"the placement must have a stage for each of the {ranks} ranks, but is {list(placement)}")
+    return search_schedule(placement, microbatches, costs, memory_limit=memory_limit, time_limit=time_limit)
+
+
+def _stages(costs: Costs) -> int | None:
+    """How many stages the costs are for, if they say."""
+    given = (costs.forward, costs.input_grad, costs.weight_grad, costs.forward_memory)
+    return next((len(each) for each in given if isinstance(each, list)), None)
+
+
+def _placement(name: str, ranks: int, stages: int | None) -> list[int]:
+    if ranks < 1:
+        raise PlanError(f"the number of ranks must be at least 1, but is {ranks}")
+    usual = {"loop": ranks, "v": 2 * ranks}.get(name)
+    if usual is None:
+        raise PlanError(f'placement must be "loop", "v" or the rank of each stage, but is {name!r}')
+    stages = usual if stages is None else stages
+    if stages % usual:
+        raise PlanError(
+            f'the placement "{name}" of {ranks} ranks needs a multiple of {usual} stages, but costs are for {stages}'
+        )
+    loop = list(range(ranks))
+    return (loop if name == "loop" else loop + loop[::-1]) * (stages // usual)

@@ -58,6 +58,11 @@ pub enum Error {
         /// The nearest that are permitted.
         nearest: Vec<usize>,
     },
+    /// A memory limit that nothing was found for.
+    #[error(
+        "no schedule was found within the memory limit; each rank needs at least a forward of all its stages"
+    )]
+    NoSchedule,
     /// Buckets need a limit of size.
     #[error("the list of bucket size limits is empty; give at least one limit in bytes")]
     NoLimits,

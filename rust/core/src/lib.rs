@@ -17,6 +17,7 @@ mod error;
 mod limits;
 mod partition;
 mod schedule;
+mod search;
 mod skip;
 mod streams;
 
@@ -32,6 +33,7 @@ pub use schedule::{
     Action, At, Blocked, Cause, Costs, Entry, Gpipe, Held, Idle, Kind, Links, Lowering, MAX_STAGES, Maker,
     PerStage, Placement, Recompute, Schedule, Simulation, Span, make_gpipe,
 };
+pub use search::{Found, search};
 pub use skip::{Skip, SkipProblem, SkipRole, SkipUse, verify_skips};
 pub use streams::{
     Buffer, Event, Half, Hazard, Host, Message, Operation, Place, Stream, StreamPlan, Use, Work, plan_streams,

@@ -32,6 +32,7 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::SparseNotAlone { .. }
         | Error::SumOverflow { .. }
         | Error::BadCost { .. }
+        | Error::NoSchedule
         | Error::DurationsDiffer { .. }
         | Error::BadMemory { .. }
         | Error::CostsDiffer { .. }

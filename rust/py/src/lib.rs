@@ -28,7 +28,10 @@ mod _core {
     #[pymodule_export]
     use crate::readiness::{Readiness, ReadinessHook};
     #[pymodule_export]
-    use crate::schedule::{Action, Costs, Schedule, Simulation, make_gpipe, make_schedule, schedule_names};
+    use crate::schedule::{
+        Action, Costs, Found, Schedule, Simulation, make_gpipe, make_schedule, schedule_names,
+        search_schedule,
+    };
     #[pymodule_export]
     use crate::skip::verify_skips;
     #[pymodule_export]

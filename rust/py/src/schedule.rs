@@ -1,12 +1,14 @@
 //! Schedules: `Action`, `Schedule`, `Costs`, `Simulation` and their makers.
 
+use std::time::{Duration, Instant};
+
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple, PyType};
 use torchrelay_core as core;
 
 use crate::convert::{count, counts, per_rank, per_stage};
-use crate::errors::{refused, to_py};
+use crate::errors::{PlanError, refused, to_py};
 
 /// One thing that a rank does.
 #[pyclass(frozen, eq, hash, from_py_object, module = "torchrelay._core")]
@@ -74,7 +76,7 @@ enum Entry {
 }
 
 /// What each rank does in one step, in order.
-#[pyclass(frozen, eq, hash, module = "torchrelay._core")]
+#[pyclass(frozen, eq, hash, subclass, module = "torchrelay._core")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct Schedule(core::Schedule);
 
@@ -558,6 +560,70 @@ pub fn make_schedule(
     let stages_per_rank =
         stages_per_rank.map(|given| count("the number of stages per rank", given)).transpose()?;
     py.detach(|| maker.make(ranks, microbatches, stages_per_rank)).map(Schedule).map_err(to_py)
+}
+
+/// A schedule that was searched, and how good it is known to be.
+#[pyclass(frozen, extends = Schedule, module = "torchrelay._core")]
+pub struct Found {
+    cost: f64,
+    lower_bound: f64,
+    gap: f64,
+}
+
+#[pymethods]
+impl Found {
+    #[getter]
+    fn cost(&self) -> f64 {
+        self.cost
+    }
+
+    #[getter]
+    fn lower_bound(&self) -> f64 {
+        self.lower_bound
+    }
+
+    #[getter]
+    fn gap(&self) -> f64 {
+        self.gap
+    }
+}
+
+/// The best schedule that is found for these costs, until so many seconds have passed or, without a limit, a fixed number
+/// of schedules has been tried. Ctrl-C ends it early.
+#[pyfunction]
+#[pyo3(signature = (placement, microbatches, costs, *, memory_limit=None, time_limit=None))]
+pub fn search_schedule<'py>(
+    placement: &Bound<'py, PyAny>,
+    microbatches: &Bound<'py, PyAny>,
+    costs: &Bound<'py, Costs>,
+    memory_limit: Option<&Bound<'py, PyAny>>,
+    time_limit: Option<f64>,
+) -> PyResult<Bound<'py, Found>> {
+    let py = placement.py();
+    let placement = counts("the rank of the stage", placement)?;
+    let microbatches = count("the number of micro-batches", microbatches)?;
+    let limit = memory_limit.map(|limit| per_stage("the memory limit", limit)).transpose()?;
+    let deadline = match time_limit {
+        // Beyond a century there is no difference.
+        Some(seconds) if seconds >= 0.0 => Some(Instant::now() + Duration::from_secs_f64(seconds.min(3e9))),
+        Some(seconds) => {
+            return Err(PlanError::new_err(format!(
+                "the time limit is {seconds} s, but must not be negative"
+            )));
+        }
+        None => None,
+    };
+    let mut keep_on = || {
+        deadline.is_none_or(|deadline| Instant::now() < deadline)
+            && Python::attach(|py| py.check_signals().is_ok())
+    };
+    let costs = &costs.get().0;
+    let effort = deadline.map(|_| usize::MAX);
+    let found =
+        py.detach(|| core::search(&placement, microbatches, costs, limit.as_ref(), effort, &mut keep_on));
+    let found = found.map_err(to_py)?;
+    let known = Found { cost: found.simulation.cost(), lower_bound: found.lower_bound, gap: found.gap() };
+    Bound::new(py, PyClassInitializer::from(Schedule(found.schedule)).add_subclass(known))
 }
 
 /// The names that `make_schedule` knows.

@@ -1,0 +1,119 @@
+"""The search from Python: published rates are reached, limits kept, and what cannot be searched is said."""
+
+import json
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchrelay import schedules
+from torchrelay.errors import PlanError
+from torchrelay.schedules import Costs, Schedule
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "zero_bubble.json").read_text())
+ROWS = [(name, row) for row in PUBLISHED["whole_stage"] for name in ("zb_1p", "zb_2p")]
+ROWS += [("zb_v", row) for row in PUBLISHED["per_chunk"]]
+
+
+@pytest.mark.parametrize(("name", "row"), ROWS, ids=lambda value: value if isinstance(value, str) else value["m"])
+def test_no_worse_than_the_published_search(name: str, row: dict[str, Any]) -> None:
+    forward = 34 * row["hidden"] + 5 * row["heads"] * PUBLISHED["about"]["sequence"]
+    weights = -32 * row["hidden"]
+    costs = Costs(
+        row["F"],
+        row["B"],
+        row["W"],
+        transfer=row["C"],
+        forward_memory=forward,
+        input_grad_memory=-forward - weights,
+        weight_grad_memory=weights,
+    )
+    # As many micro-batches as there are ranks, or twice as many; in a V each of them is on a rank twice.
+    limit = row["p"] * forward * (1 if name == "zb_1p" else 2)
+    placement = "v" if name == "zb_v" else "loop"
+    found = schedules.search(
+        ranks=row["p"], microbatches=row["m"], costs=costs, memory_limit=limit, placement=placement
+    )
+    found.verify()
+    simulation = found.simulate(costs)
+    assert max(simulation.peak_memory) <= limit
+    assert round(simulation.bubble_rate, 4) <= row[name]
+    assert found.cost == simulation.cost
+    assert found.lower_bound <= found.cost
+    assert found.gap == pytest.approx(found.cost / found.lower_bound - 1)
+
+
+def random_costs(seed: int, p: int) -> Costs:
+    draw = random.Random(seed)
+    times = [[draw.uniform(0.5, 1.5) for _ in range(p)] for _ in range(3)]
+    return Costs(*times)
+
+
+def test_unequal_stages_gain_over_every_schedule_by_name() -> None:
+    p, m = 8, 32
+    gains = []
+    for seed in range(4):
+        costs = random_costs(seed, p)
+        for limit in (p, 2 * p):
+            found = schedules.search(ranks=p, microbatches=m, costs=costs, memory_limit=limit)
+            simulation = found.simulate(costs)
+            assert max(simulation.peak_memory) <= limit
+            others = [
+                schedules.make(name, ranks=p, microbatches=m).simulate(costs)
+                for name in ("gpipe", "1f1b", "zb_h1", "zb_h2")
+            ]
+            best = min(other.cost for other in others if max(other.peak_memory) <= limit)
+            assert simulation.cost <= best
+            gains.append(1 - simulation.cost / best)
+    assert statistics.mean(gains) > 0.005
+
+
+def test_what_is_found_is_a_schedule() -> None:
+    found = schedules.search(ranks=2, microbatches=4, costs=Costs(3, 2, 1))
+    assert isinstance(found, Schedule)
+    assert Schedule.from_json(found.to_json()) == found
+    assert found == schedules.search(ranks=2, microbatches=4, costs=Costs(3, 2, 1))
+    assert repr(found).startswith("<Schedule ")
+
+
+def test_placements() -> None:
+    def stages(**options: Any) -> list[int]:
+        found = schedules.search(ranks=2, microbatches=3, **options)
+        found.verify()
+        return [found.rank_of(stage) for stage in range(found.stages)]
+
+    assert stages(costs=Costs()) == [0, 1]
+    assert stages(costs=Costs(), placement="v") == [0, 1, 1, 0]
+    assert stages(costs=Costs([1, 2, 3, 4])) == [0, 1, 0, 1]
+    assert stages(costs=Costs(), placement=[1, 1, 0]) == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"ranks": 0}, "the number of ranks must be at least 1, but is 0"),
+        ({"microbatches": 0}, "the number of micro-batches must be at least 1"),
+        ({"placement": "w"}, 'placement must be "loop", "v" or the rank of each stage, but is \'w\''),
+        ({"placement": [0, 0]}, "the placement must have a stage for each of the 2 ranks"),
+        (
+            {"costs": Costs([1, 2, 3])},
+            'the placement "loop" of 2 ranks needs a multiple of 2 stages, but costs are for 3',
+        ),
+        ({"memory_limit": 0.5}, "no schedule was found within the memory limit"),
+        ({"memory_limit": [1]}, "the memory limit must be one number, or one for each of the 2 ranks, but 1 are given"),
+        ({"memory_limit": float("nan")}, "the cost memory_limit must be finite, but is NaN"),
+        ({"time_limit": -1.0}, "the time limit is -1 s, but must not be negative"),
+    ],
+)
+def test_what_cannot_be_searched(named: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "costs": Costs()}
+    with pytest.raises(PlanError, match=message):
+        schedules.search(**(options | named))
+
+
+def test_a_time_limit_is_kept_and_does_no_harm() -> None:
+    costs = random_costs(7, 4)
+    quick = schedules.search(ranks=4, microbatches=8, costs=costs, time_limit=0)
+    longer = schedules.search(ranks=4, microbatches=8, costs=costs, time_limit=0.2)
+    assert longer.cost <= quick.cost
