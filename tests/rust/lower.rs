@@ -60,7 +60,7 @@ proptest! {
         let has_waits = lowered.to_csv().contains("WAIT");
         prop_assert_eq!(has_waits, waits && (schedule.backward() || schedule.ranks() > 1), "{}", lowered.to_csv());
         if schedule.ranks() > 1 {
-            prop_assert_eq!(lowered.lower(Lowering::default()), Err(Error::Lowered));
+            prop_assert_eq!(lowered.lower(Lowering::default()), Err(Error::Lowered { what: "what is sent and received" }));
         }
     }
 

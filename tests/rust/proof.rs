@@ -397,9 +397,10 @@ fn valid(random: &mut Random) -> Parts {
     let (ranks, m) = (1 + random.below(3), 1 + random.below(5));
     let Ok(schedule) = maker.make(ranks, m, None) else { return random_valid(random) };
     let recompute = [Recompute::Never, Recompute::ExceptLast, Recompute::Always][random.below(3)];
+    let unsharded = [None, Some(2), Some(3)][random.below(3)];
     match random.below(3) {
         0 => Parts::of(&schedule),
-        kind => Parts::of(&schedule.lower(Lowering { waits: kind == 1, recompute }).unwrap()),
+        kind => Parts::of(&schedule.lower(Lowering { waits: kind == 1, recompute, unsharded }).unwrap()),
     }
 }
 

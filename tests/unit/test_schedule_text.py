@@ -254,3 +254,31 @@ def test_what_is_recomputed_can_be_chosen_when_lowering() -> None:
         lowered.lower(recompute="sometimes")
     with pytest.raises(PlanError, match="lower its computations"):
         lowered.lower()
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_weights_are_gathered_and_dropped_as_by_torch(name: str, limit: int) -> None:
+    many = ["stages_per_rank"] if name in {"interleaved_1f1b", "looped_bfs", "interleaved_zb"} else []
+    schedule = schedules.make(name, ranks=3, microbatches=6, **dict.fromkeys(many, 4))
+    rows = [row.split(",") for row in schedule.to_csv().splitlines()]
+    if limit == 1 and "OVERLAP_F_B" in schedule.to_csv():
+        with pytest.raises(PlanError, match="at least 2 stages must be unsharded at a time"):
+            schedule.lower(unsharded=limit)
+        return
+    lowered = schedule.lower(unsharded=limit)
+    lowered.verify()
+    for row, lowered_row in zip(rows, lowered.to_csv().splitlines(), strict=True):
+        theirs = pipelining._add_unshard_reshard([pipelining._Action.from_str(cell) for cell in row], limit)
+        added = re.compile(r"\d+(SEND|RECV|WAIT|REDUCE)_")
+        assert [cell for cell in lowered_row.split(",") if not added.match(cell)] == [str(action) for action in theirs]
+
+
+def test_weights_are_gathered_once_at_most_as_often_as_said() -> None:
+    schedule = schedules.make("1f1b", ranks=2, microbatches=2)
+    with pytest.raises(PlanError, match="the number of unsharded stages must be at least 1"):
+        schedule.lower(unsharded=0)
+    by_hand = Schedule.from_csv("0UNSHARD,0F0,0B0,0RESHARD\n1F0,1B0")
+    assert by_hand.lower().to_csv().startswith("0UNSHARD,0F0,0SEND_F0,")
+    with pytest.raises(PlanError, match="says already when weights are gathered"):
+        by_hand.lower(unsharded=1)

@@ -310,8 +310,17 @@ pub enum Error {
         same_rank: bool,
     },
     /// A schedule that has been lowered before.
-    #[error("the schedule says already what is sent and received; lower its computations")]
-    Lowered,
+    #[error("the schedule says already {what}; lower its computations")]
+    Lowered {
+        /// What it says.
+        what: &'static str,
+    },
+    /// Two actions that overlap, where a rank may hold the weights of only one stage.
+    #[error("{at} overlaps with an action of another stage: at least 2 stages must be unsharded at a time")]
+    PairSharded {
+        /// The first of the two.
+        at: At,
+    },
     /// Two actions that cannot overlap, since one needs the other.
     #[error("{at} overlaps with {needs}, which it needs")]
     OverlapNeeds {

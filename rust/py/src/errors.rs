@@ -46,7 +46,8 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::DevicesDiffer { .. }
         | Error::SplitBackward { .. }
         | Error::BadOverlap { .. }
-        | Error::Lowered
+        | Error::Lowered { .. }
+        | Error::PairSharded { .. }
         | Error::LimitsDiffer { .. }
         | Error::Text { .. } => PlanError::new_err(message),
         Error::NoSuchStage { .. }

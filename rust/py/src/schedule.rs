@@ -200,10 +200,17 @@ impl Schedule {
     }
 
     /// The schedule with all that is needed to carry it out on several ranks.
-    #[pyo3(signature = (*, waits=true, recompute="never"))]
-    fn lower(&self, py: Python<'_>, waits: bool, recompute: &str) -> PyResult<Self> {
+    #[pyo3(signature = (*, waits=true, recompute="never", unsharded=None))]
+    fn lower(
+        &self,
+        py: Python<'_>,
+        waits: bool,
+        recompute: &str,
+        unsharded: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
         let recompute = recompute.parse().map_err(to_py)?;
-        py.detach(|| self.0.lower(core::Lowering { waits, recompute }))
+        let unsharded = unsharded.map(|limit| count("the number of unsharded stages", limit)).transpose()?;
+        py.detach(|| self.0.lower(core::Lowering { waits, recompute, unsharded }))
             .map(Self)
             .map_err(|error| self.refused(error))
     }

@@ -17,8 +17,10 @@
 //! 3. A stage's gradients are reduced once its last weight gradients are there (behind what is sent then, before the rank
 //!    receives or computes on). The reduction is waited for before the rank's next one, or at the end.
 //! 4. A recomputation is the last computation before its backward, and does not wait for the gradient.
-//! 5. The time is linear in the number of actions, and what comes out passes [`Schedule::verify`].
+//! 5. The weights of sharded stages are gathered and dropped as `sharding.rs` says.
+//! 6. The time is linear in the number of actions, and what comes out passes [`Schedule::verify`].
 
+mod sharding;
 mod timing;
 mod writer;
 
@@ -37,11 +39,14 @@ pub struct Lowering {
     pub waits: bool,
     /// What is recomputed, besides what is already.
     pub recompute: Recompute,
+    /// How many of its stages a rank may hold unsharded at a time; `None`: weights are not sharded, or the schedule says
+    /// itself when they are gathered.
+    pub unsharded: Option<usize>,
 }
 
 impl Default for Lowering {
     fn default() -> Self {
-        Self { waits: true, recompute: Recompute::Never }
+        Self { waits: true, recompute: Recompute::Never, unsharded: None }
     }
 }
 
@@ -59,16 +64,20 @@ impl Schedule {
     /// ```
     ///
     /// # Errors
-    /// Those of [`Schedule::verify`], and [`Error::Lowered`] if there are transfers already.
+    /// Those of [`Schedule::verify`]; [`Error::Lowered`] if there are transfers already, or weights are gathered already
+    /// and should be; [`Error::NotPositive`] and [`Error::PairSharded`] for too few unsharded stages.
     pub fn lower(&self, options: Lowering) -> Result<Self> {
         if Lists::verified(self)?.transfers() {
-            return Err(Error::Lowered);
+            return Err(Error::Lowered { what: "what is sent and received" });
         }
         // Always fits, being within the limit.
         let m = u32::try_from(self.microbatches).unwrap_or(u32::MAX);
         let recomputed = if self.backward { options.recompute.count(m) } else { 0 };
         if recomputed > 0 {
             return self.recomputing(recomputed)?.lower(Lowering { recompute: Recompute::Never, ..options });
+        }
+        if let Some(limit) = options.unsharded {
+            return sharding::unshard(self, limit)?.lower(Lowering { unsharded: None, ..options });
         }
         let timing = Timing::of(self)?;
         let mut writer = Writer::new(self, &timing, options.waits);
