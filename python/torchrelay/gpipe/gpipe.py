@@ -11,9 +11,10 @@ from torch import nn
 from torchrelay.gpipe.deferred_batch_norm import defer_batch_norm, restore_batch_norm
 from torchrelay.planning.partitions import PipelinePlan, plan_partitions
 from torchrelay.runtime.buffers import BufferWatch
+from torchrelay.runtime.direct import call_directly
 from torchrelay.runtime.lanes import Lanes
 from torchrelay.runtime.randomness import RandomnessWatch
-from torchrelay.runtime.recording import Recorder
+from torchrelay.runtime.recording import Recorder, is_profiling
 from torchrelay.runtime.skips import SkipRoutes
 from torchrelay.runtime.step import Pipeline, Programs, Step
 from torchrelay.runtime.streams import Streams
@@ -145,6 +146,8 @@ class GPipe(nn.Module):
         """
         if len(self.partitions) == 0:
             return input
+        if self._is_one_task():
+            return call_directly(self.partitions[0], self.devices[0], input, self.batch_dim)
         # With one partition nothing runs at the same time, and a lane would only cost.
         lanes = self._lanes if self.executor != "serial" and len(self.partitions) > 1 else None
         step = Step(
@@ -163,6 +166,18 @@ class GPipe(nn.Module):
             )
         )
         return step.forward(input, self.chunks, self._programs_for)
+
+    def _is_one_task(self) -> bool:
+        """Whether the plan has one task, which nothing has to be told of."""
+        return (
+            len(self.partitions) == 1
+            and self.chunks == 1
+            and not (self.checkpoint == "always" and self.training)
+            and not self._gathers
+            and not self._routes.keys[0]
+            and self._recorder.recording is None
+            and not is_profiling()
+        )
 
     def _programs_for(self, microbatches: int) -> Programs:
         recompute = self.checkpoint if self.training else "never"

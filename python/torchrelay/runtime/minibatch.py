@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from torchrelay.runtime.boundary import version
 from torchrelay.runtime.values import flatten, unflatten
 
-__all__ = ["MiniBatch", "NoChunk"]
+__all__ = ["MiniBatch", "NoChunk", "whole"]
 
 
 class NoChunk:
@@ -55,10 +55,10 @@ class MiniBatch:
 
     def __init__(self, value: Any, chunks: int, dim: int, device: torch.device) -> None:
         marked, spec = flatten(value)
+        _check(marked, dim, device)
         self._dim = dim
-        self._leaves = [leaf.tensor if isinstance(leaf, NoChunk) else leaf for leaf in marked]
+        self._leaves = [_unmarked(leaf) for leaf in marked]
         self._whole = [isinstance(leaf, NoChunk) or not isinstance(leaf, Tensor) for leaf in marked]
-        self._check(device)
         columns = [
             None if whole else _cut(leaf, chunks, dim) for leaf, whole in zip(self._leaves, self._whole, strict=True)
         ]
@@ -78,32 +78,6 @@ class MiniBatch:
     def alike(self) -> list[bool]:
         """Whether each micro-batch has as many rows as the first."""
         return [rows == self._rows[0] for rows in self._rows]
-
-    def _check(self, device: torch.device) -> None:
-        tensors = [(k, leaf) for k, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
-        for k, tensor in tensors:
-            if not _same_device(tensor.device, device):
-                raise ValueError(
-                    f"tensor {k} of the input is on {tensor.device}, but the first partition is on {device}: move the "
-                    f"input there first"
-                )
-        tensors = [(k, tensor) for k, tensor in tensors if not self._whole[k]]
-        if not tensors:
-            kinds = ", ".join(sorted({type(leaf).__name__ for leaf in self._leaves})) or "nothing"
-            raise ValueError(f"the input holds no tensor to cut into micro-batches: it holds {kinds}")
-        for k, tensor in tensors:
-            if tensor.dim() <= self._dim:
-                raise ValueError(
-                    f"tensor {k} of the input has {tensor.dim()} dimensions and cannot be cut along dimension "
-                    f"{self._dim}: mark it with torchrelay.NoChunk if every micro-batch is to get the whole of it"
-                )
-        rows = {k: tensor.size(self._dim) for k, tensor in tensors}
-        if len(set(rows.values())) > 1:
-            listed = ", ".join(f"tensor {k} has {count}" for k, count in rows.items())
-            raise ValueError(
-                f"the tensors of the input differ in their number of rows (dimension {self._dim}): {listed}; mark one "
-                f"that is not to be cut with torchrelay.NoChunk"
-            )
 
     # ---- writes in place, which whoever saved the memory for a backward must notice
 
@@ -160,6 +134,50 @@ class MiniBatch:
                 for size, piece in zip(self._rows, pieces, strict=True)
             ],
             self._dim,
+        )
+
+
+def whole(value: Any, dim: int, device: torch.device) -> Any:
+    """A mini-batch that is not cut: without the marks, and otherwise as it was given.
+
+    Raises:
+        ValueError: as :class:`MiniBatch`.
+    """
+    marked, spec = flatten(value)
+    _check(marked, dim, device)
+    return unflatten([_unmarked(leaf) for leaf in marked], spec)
+
+
+def _unmarked(leaf: Any) -> Any:
+    return leaf.tensor if isinstance(leaf, NoChunk) else leaf
+
+
+def _check(marked: Sequence[Any], dim: int, device: torch.device) -> None:
+    if len(marked) == 1 and type(marked[0]) is Tensor and marked[0].device == device and marked[0].dim() > dim:
+        return  # the usual case
+    tensors = [(k, _unmarked(leaf)) for k, leaf in enumerate(marked) if isinstance(leaf, (Tensor, NoChunk))]
+    for k, tensor in tensors:
+        if not _same_device(tensor.device, device):
+            raise ValueError(
+                f"tensor {k} of the input is on {tensor.device}, but the first partition is on {device}: move the "
+                f"input there first"
+            )
+    tensors = [(k, tensor) for k, tensor in tensors if not isinstance(marked[k], NoChunk)]
+    if not tensors:
+        kinds = ", ".join(sorted({type(_unmarked(leaf)).__name__ for leaf in marked})) or "nothing"
+        raise ValueError(f"the input holds no tensor to cut into micro-batches: it holds {kinds}")
+    for k, tensor in tensors:
+        if tensor.dim() <= dim:
+            raise ValueError(
+                f"tensor {k} of the input has {tensor.dim()} dimensions and cannot be cut along dimension {dim}: mark "
+                f"it with torchrelay.NoChunk if every micro-batch is to get the whole of it"
+            )
+    rows = {k: tensor.size(dim) for k, tensor in tensors}
+    if len(set(rows.values())) > 1:
+        listed = ", ".join(f"tensor {k} has {count}" for k, count in rows.items())
+        raise ValueError(
+            f"the tensors of the input differ in their number of rows (dimension {dim}): {listed}; mark one that is "
+            f"not to be cut with torchrelay.NoChunk"
         )
 
 

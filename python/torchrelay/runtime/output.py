@@ -9,7 +9,7 @@ from torch import Tensor
 from torchrelay.runtime.boundary import wants_grad
 from torchrelay.runtime.values import flatten, unflatten
 
-__all__ = ["Output"]
+__all__ = ["Output", "check_leaf"]
 
 
 class Output:
@@ -67,12 +67,21 @@ class Output:
                     f"a batch dimension"
                 )
             return first
-        if first.dim() <= self._dim:
-            raise ValueError(
-                f"output {k} has {_dimensions(first)}, so that it cannot be joined along dimension {self._dim}, the "
-                f"batch: compute a loss outside the pipeline, or return one value for each row"
-            )
+        check_leaf(k, first, self._dim)
         return first.detach() if len(column) == 1 else torch.cat([tensor.detach() for tensor in column], self._dim)
+
+
+def check_leaf(k: int, leaf: Any, dim: int) -> None:
+    """Whether leaf `k` of an output can be joined along dimension `dim`.
+
+    Raises:
+        ValueError: it is a tensor without that dimension.
+    """
+    if isinstance(leaf, Tensor) and leaf.dim() <= dim:
+        raise ValueError(
+            f"output {k} has {_dimensions(leaf)}, so that it cannot be joined along dimension {dim}, the batch: "
+            f"compute a loss outside the pipeline, or return one value for each row"
+        )
 
 
 def _dimensions(tensor: Tensor) -> str:
