@@ -107,6 +107,71 @@ def balance(
 
 
 @app.command()
+def plan(
+    model: Annotated[
+        str, typer.Option(metavar="MODULE:FACTORY", help="A callable without arguments: a torch.nn.Sequential.")
+    ],
+    balance: Annotated[str | None, typer.Option(metavar="N,N,...", help="How many layers each partition has.")] = None,
+    partitions: Annotated[
+        int, typer.Option(help="Without --balance: how many partitions, as even in parameters as can be.")
+    ] = 2,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="D,D,...", help="Of the partitions, whether they are there or not.", show_default="cpu"),
+    ] = None,
+    microbatches: Annotated[int, typer.Option(help="Pieces that a mini-batch is cut into.")] = 4,
+    checkpoint: Annotated[
+        str, typer.Option(metavar="always|except_last|never", help="Which of them are recomputed.")
+    ] = "except_last",
+) -> None:
+    """Print what a pipeline of a model would do: its partitions, its schedule, its bubble, what it keeps."""
+    from torchrelay.cli.plan import show
+
+    show(model, balance, partitions, devices=devices, microbatches=microbatches, checkpoint=checkpoint)
+
+
+@app.command()
+def trace(
+    model: Annotated[
+        str, typer.Option(metavar="MODULE:FACTORY", help="A callable without arguments: a torch.nn.Sequential.")
+    ],
+    input_shape: Annotated[str, typer.Option(metavar="N,N,...", help="Of the input: rows first.")],
+    balance: Annotated[str | None, typer.Option(metavar="N,N,...", help="How many layers each partition has.")] = None,
+    partitions: Annotated[
+        int, typer.Option(help="Without --balance: how many partitions, as even in parameters as can be.")
+    ] = 2,
+    input_dtype: Annotated[str, typer.Option(help="Of the input, which is all zeros.")] = "float32",
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="D,D,...", help="Of the partitions.", show_default="the accelerators, or cpu"),
+    ] = None,
+    chunks: Annotated[int, typer.Option(min=1, help="Pieces that the input is cut into.")] = 4,
+    checkpoint: Annotated[
+        str, typer.Option(metavar="always|except_last|never", help="Which of them are recomputed.")
+    ] = "except_last",
+    steps: Annotated[int, typer.Option(min=1, help="How many are recorded.")] = 3,
+    output: Annotated[Path, typer.Option(help="A .html, .svg or .json file; the last is for Perfetto.")] = Path(
+        "timeline.html"
+    ),
+) -> None:
+    """Run some steps of a pipeline of a model, and draw what ran when beside the plan."""
+    from torchrelay.cli.trace import show
+
+    show(
+        model,
+        balance,
+        partitions,
+        shape=input_shape,
+        dtype=input_dtype,
+        devices=devices,
+        chunks=chunks,
+        checkpoint=checkpoint,
+        steps=steps,
+        output=output,
+    )
+
+
+@app.command()
 def demo(
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 12,
     seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and of the order of the images.")] = 0,

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchrelay.cli.errors import UserError
+from torchrelay.cli.inputs import numbers, sample
 from torchrelay.cli.models import build, find
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 __all__ = ["show"]
@@ -32,7 +32,7 @@ def show(
     """
     if by not in ("size", "time"):
         raise UserError(f"--by must be size or time, and is {by!r}")
-    sizes = _shape(shape)
+    sizes = numbers("--input-shape", shape, "sizes with commas between, rows first")
     # For sizes no values are needed, so that a model of any size will do.
     module = build(find(model), model, real=by == "time" or device is not None)
     from torch import nn
@@ -43,34 +43,18 @@ def show(
     if not isinstance(module, nn.Sequential):
         raise UserError(f"--model {model} must return a torch.nn.Sequential, and returned a {type(module).__name__}")
     is_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-    sample = _sample(sizes, dtype)
+    given = sample(sizes, dtype)
     try:
         if by == "time":
-            costs = costs_by_time(module, sample, timeout=timeout, device=device)
+            costs = costs_by_time(module, given, timeout=timeout, device=device)
         else:
             place = "meta" if device is None and is_meta else device
-            costs = costs_by_size(module, sample, chunks=chunks, param_scale=param_scale, device=place)
+            costs = costs_by_size(module, given, chunks=chunks, param_scale=param_scale, device=place)
         balance = balance_cost(costs, partitions)
     except Exception as error:  # whatever a layer raises
         notes = " ".join(getattr(error, "__notes__", ()))
         raise UserError(f"{model}: {type(error).__name__}: {error} {notes}") from None
     print(_report(module, costs, balance, by))
-
-
-def _shape(text: str) -> list[int]:
-    words = text.split(",")
-    if not all(word.strip().isascii() and word.strip().isdecimal() for word in words):
-        raise UserError(f"--input-shape must be sizes with commas between, rows first, and is {text!r}")
-    return [int(word) for word in words]
-
-
-def _sample(shape: Sequence[int], dtype: str) -> "torch.Tensor":
-    import torch
-
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise UserError(f"--input-dtype must be the name of a dtype of torch, such as float32, and is {dtype!r}")
-    return torch.zeros(shape, dtype=kind)
 
 
 def _report(module: "nn.Sequential", costs: Sequence[float], balance: Sequence[int], by: str) -> str:
