@@ -29,7 +29,8 @@ def show(
     The loss is the sum of all outputs.
 
     Raises:
-        UserError: a model that cannot be built, cut or run, an input that cannot be made, a file that cannot be written.
+        UserError: a model that cannot be built, cut or run, an input that cannot be made, a file that cannot be
+            written.
     """
     check_checkpoint(checkpoint)
     sizes = numbers("--input-shape", shape, "sizes with commas between, rows first")
