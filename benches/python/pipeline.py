@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrelay import GPipe
+from torchrelay.schedules import Costs
 
 FORWARD, BACKWARD = 5e-3, 10e-3  # seconds a paced task takes
 
@@ -48,14 +49,14 @@ def tiny() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
 
-def build(layer: Callable[[], nn.Module], n: int, m: int, executor: str) -> GPipe:
+def build(layer: Callable[[], nn.Module], n: int, m: int, executor: str, checkpoint: str = "never") -> GPipe:
     torch.manual_seed(0)
     return GPipe(
         nn.Sequential(*(layer() for _ in range(n))),
         [1] * n,
         devices=["cpu"] * n,
         chunks=m,
-        checkpoint="never",
+        checkpoint=checkpoint,  # type: ignore[arg-type]
         executor=executor,  # type: ignore[arg-type]
     )
 
@@ -89,26 +90,36 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def paced(rounds: int) -> None:
+def paced(rounds: int, checkpoint: str) -> None:
     print(
-        f"paced layers ({FORWARD * 1e3:.0f} ms forward, {BACKWARD * 1e3:.0f} ms backward): makespan / ideal wavefront "
-        f"of tasks that take as long as the plain layers did in the same rounds (and of tasks that take just the pace)"
+        f"paced layers ({FORWARD * 1e3:.0f} ms forward, {BACKWARD * 1e3:.0f} ms backward), checkpoint={checkpoint!r}: "
+        f"makespan / the plan's, of tasks that take as long as the plain layers did in the same rounds (and of tasks "
+        f"that take just the pace)"
     )
     for n, m in (2, 8), (4, 16), (8, 32):
-        model = build(Paced, n, m, "auto")
-        plain, tasks = model.plain(), n + m - 1
+        model = build(Paced, n, m, "auto", checkpoint)
+        plain = model.plain()
         x = torch.ones(m, 4)
         found: list[tuple[tuple[float, float], tuple[float, float]]] = []
         for _ in range(rounds + 2):
             # Once through the plain layers: what a task of this pace takes on this machine, at this time.
             unit = step(plain, x[:1])
             found.append((step(model, x), unit))
-        row = []
-        for way, (name, pace) in enumerate((("forward", FORWARD), ("backward", BACKWARD))):
-            unit_of_way = median([unit[way] / n for _, unit in found[2:]])
-            makespan = median([taken[way] for taken, _ in found[2:]])
-            row.append(f"{name} {makespan / (tasks * unit_of_way):.3f} ({makespan / (tasks * pace):.3f})")
+        taken = [median([taken[way] for taken, _ in found[2:]]) for way in range(2)]
+        units = [median([unit[way] / n for _, unit in found[2:]]) for way in range(2)]
+        fair, bare = ideal(model, m, *units), ideal(model, m, FORWARD, BACKWARD)
+        row = [
+            f"{name} {taken[way] / fair[way]:.3f} ({taken[way] / bare[way]:.3f})"
+            for way, name in enumerate(("forward", "backward"))
+        ]
         print(f"  {n} partitions x {m:2} micro-batches: {', '.join(row)}")
+
+
+def ideal(model: GPipe, m: int, forward: float, backward: float) -> tuple[float, float]:
+    """What forward and backward take if nothing costs time but the layers; a backward begins when it is asked for."""
+    schedule = model.plan.schedule(m, recompute=model.checkpoint)
+    after = schedule.simulate(Costs(forward=0.0, backward=backward, recompute=forward)).makespan
+    return (len(model.partitions) + m - 1) * forward, after
 
 
 def overhead(rounds: int) -> None:
@@ -142,7 +153,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="steps of each kind (paced: a fifth of that)")
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    paced(max(rounds // 5, 3))
+    for checkpoint in ("never", "always"):
+        paced(max(rounds // 5, 3), checkpoint)
     overhead(rounds)
     one_partition(rounds)
 
