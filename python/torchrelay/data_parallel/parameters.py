@@ -2,7 +2,9 @@
 
 import dataclasses
 import hashlib
+import itertools
 import operator
+import typing
 from collections.abc import Collection, Iterator
 
 import torch
@@ -45,32 +47,54 @@ class Inventory:
     tensors: tuple[nn.Parameter, ...]
     facts: tuple[ParameterFacts, ...]
     lines: tuple[Line, ...]
-    _slots: tuple[tuple[dict[str, nn.Parameter | None], str, str], ...]
-    _held: tuple[nn.Parameter, ...]
+    _places: dict[str, nn.Parameter]
+    _tables: "list[dict[str, typing.Any]]"
+    _contents: list[object]
+    _module: nn.Module
+    _ignored: Collection[str]
     _idle: tuple[nn.Parameter, ...]
     _dtypes: list[torch.dtype]
 
     def outdated(self) -> bool:
-        """Whether the plan has to be made anew: a parameter was unfrozen, or changed its dtype or its device.
+        """Whether the plan has to be made anew: a parameter was added, unfrozen, or changed its dtype or its device.
 
         A parameter that was frozen since counts as unused and costs nothing but its place.
 
         Raises:
-            ReductionError: A parameter was replaced by another object: its value may differ from rank to rank.
+            ReductionError: A parameter was replaced by another object, or removed: its value may differ from rank to
+                rank.
         """
         # This runs before every forward, so it costs some 0.1 microseconds a parameter.
-        for (owner, key, name), parameter in zip(self._slots, self._held, strict=True):
-            if owner.get(key) is not parameter:
-                raise ReductionError(
-                    f"parameter {name} was replaced or removed after it was wrapped, so its gradient would not be "
-                    "averaged. Change its value in place (under torch.no_grad), or wrap the module again."
-                )
+        now = list(itertools.chain.from_iterable(map(dict.values, self._tables)))
+        same = len(now) == len(self._contents) and all(map(operator.is_, now, self._contents))
+        if not same and self._grown():
+            return True
         if any(map(_requires_grad, self._idle)):
             return True
         if list(map(_dtype, self.tensors)) != self._dtypes:
             return True
         # All of a module's parameters move together, so one is looked at.
         return bool(self.tensors) and str(self.tensors[0].device) != self.facts[0].device
+
+    def _grown(self) -> bool:
+        """Whether parameters were added, once modules or parameters are not those that they were."""
+        now = dict(_places(self._module, self._ignored))
+        for name, parameter in self._places.items():
+            if now.get(name) is not parameter:
+                raise ReductionError(
+                    f"parameter {name} was replaced or removed after it was wrapped, so its gradient would not be "
+                    "averaged. Change its value in place (under torch.no_grad), or wrap the module again."
+                )
+        if len(now) > len(self._places):
+            return True
+        tables, contents = _tables(self._module)
+        self._tables[:], self._contents[:] = tables, contents
+        return False
+
+    def added(self, before: "Inventory") -> list[nn.Parameter]:
+        """Parameters that an earlier inventory of the module has not."""
+        known = set(map(id, before._places.values()))
+        return list({id(one): one for one in self._places.values() if id(one) not in known}.values())
 
     def digest(self) -> bytes:
         """A hash that is equal on two ranks if and only if their lines are."""
@@ -88,19 +112,11 @@ def take_inventory(module: nn.Module, ignored: Collection[str]) -> Inventory:
         ValueError: A parameter has no memory of its own yet (a lazy one) or shares it with itself (an expanded one).
     """
     sparse = set(_sparse_weights(module))
-    slots: list[tuple[dict[str, nn.Parameter | None], str, str]] = []
-    held: list[nn.Parameter] = []
     known: dict[int, tuple[str, nn.Parameter, bool]] = {}
-    for prefix, owner in module.named_modules():
-        for key, parameter in owner._parameters.items():
-            if parameter is None:
-                continue
-            name = f"{prefix}.{key}" if prefix else key
-            _check(name, parameter)
-            known.setdefault(id(parameter), (name, parameter, name in ignored))
-            if name not in ignored:
-                slots.append((owner._parameters, key, name))
-                held.append(parameter)
+    for name, parameter in _places(module, ()):
+        _check(name, parameter)
+        known.setdefault(id(parameter), (name, parameter, name in ignored))
+    tables, contents = _tables(module)
     averaged = [(name, parameter) for name, parameter, left_alone in known.values() if not left_alone]
     chosen = [(name, parameter) for name, parameter in averaged if parameter.requires_grad]
     tensors = tuple(parameter for _, parameter in chosen)
@@ -109,11 +125,31 @@ def take_inventory(module: nn.Module, ignored: Collection[str]) -> Inventory:
         tensors=tensors,
         facts=tuple(_facts(name, parameter, id(parameter) in sparse) for name, parameter in chosen),
         lines=tuple(_line(*entry, id(entry[1]) in sparse) for entry in known.values()),
-        _slots=tuple(slots),
-        _held=tuple(held),
+        _places=dict(_places(module, ignored)),
+        _tables=tables,
+        _contents=contents,
+        _module=module,
+        _ignored=ignored,
         _idle=tuple(parameter for _, parameter in averaged if not parameter.requires_grad),
         _dtypes=[parameter.dtype for parameter in tensors],
     )
+
+
+def _places(module: nn.Module, ignored: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every place that holds a parameter, by its full name; one that is shared has several."""
+    for prefix, owner in module.named_modules():
+        for key, parameter in owner._parameters.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if parameter is not None and name not in ignored:
+                yield name, parameter
+
+
+def _tables(module: nn.Module) -> "tuple[list[dict[str, typing.Any]], list[object]]":
+    """Where parameters and modules are held, and what is there now."""
+    tables: list[dict[str, typing.Any]] = []
+    for owner in module.modules():
+        tables += [owner._parameters, owner._modules]
+    return tables, list(itertools.chain.from_iterable(map(dict.values, tables)))
 
 
 def named_buffer_slots(

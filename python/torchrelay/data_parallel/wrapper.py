@@ -164,8 +164,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         """What the module returns.
 
         Raises:
-            ReductionError: A parameter was replaced since the module was wrapped.
-            RankMismatchError: Parameters were unfrozen or cast on some ranks only.
+            ReductionError: A parameter was replaced or removed since the module was wrapped; or parameters were added,
+                unfrozen or cast on some ranks only, so that the others did not come to compare their modules.
+            RankMismatchError: They were added, unfrozen or cast differently.
         """
         trains = torch.is_grad_enabled()
         if trains:
@@ -346,7 +347,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _agree(self, inventory: Inventory) -> None:
         buffers = [
             f"{name}: shape {list(held.shape)}, {held.dtype}"
-            for name, owner, key, _ in named_buffer_slots(self.module, self.parameters_to_ignore)
+            for name, owner, key, _ in self._buffer_slots()
             if (held := owner.get(key)) is not None
         ]
         given = [] if self._given_plan is None else [str(bucket.names) for bucket in self._given_plan.buckets]
@@ -365,6 +366,9 @@ class DistributedDataParallel(nn.Module, Joinable):
                 ("given bucket", given),
             ],
         )
+
+    def _buffer_slots(self) -> "Iterator[tuple[str, dict[str, torch.Tensor | None], str, nn.Module]]":
+        return named_buffer_slots(self.module, self.parameters_to_ignore)
 
     def _copy_from(self, source: int, *, include_buffers: bool) -> None:
         tensors: list[torch.Tensor] = [
@@ -460,6 +464,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _connect_anew(self) -> None:
         inventory = take_inventory(self.module, self.parameters_to_ignore)
         self._agree(inventory)
+        if added := inventory.added(self._inventory):
+            buffers = [held for _, owner, key, _ in self._buffer_slots() if (held := owner.get(key)) is not None]
+            broadcast_from(0, [*added, *buffers], self.process_group)
         self._reconnect(inventory)
 
     def _reconnect(self, inventory: Inventory) -> None:

@@ -1,0 +1,121 @@
+"""A module that changes after it was wrapped: planned anew at the next forward, or an error that names the parameter."""
+
+import pytest
+import torch
+from compare import accumulate_mean, assert_equal_on_ranks, assert_same_gradients, inputs, loss, mlp, raised, wrap
+from ranks import on_ranks
+from torch import nn
+from torchrelay.errors import ReductionError
+
+OPTIONS = {"default": {}, "views": {"gradient_as_bucket_view": True}, "each alone": {"bucket_cap_mb_list": [0]}}
+every_option = pytest.mark.parametrize("options", OPTIONS)
+
+
+def step(wrapped, plain, rank, world, seed=1):
+    samples = inputs(world, 2, 4, seed=seed)
+    wrapped.zero_grad()
+    plain.zero_grad()
+    loss(wrapped, samples[rank]).backward()
+    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    assert_same_gradients(wrapped.module, plain)
+
+
+@every_option
+@on_ranks
+def test_layers_that_are_added_start_as_those_of_rank_0(rank, world, options):
+    module = mlp(depth=1)
+    wrapped, plain = wrap(module, **OPTIONS[options])
+    step(wrapped, plain, rank, world)
+    torch.manual_seed(rank)
+    module.append(nn.Linear(4, 4).double())
+    module.append(nn.BatchNorm1d(4).double())
+    torch.manual_seed(0)  # as on rank 0
+    plain.append(nn.Linear(4, 4).double())
+    for _ in range(2):
+        wrapped(inputs(world, 2, 4)[rank])
+    for parameter in module.parameters():
+        assert_equal_on_ranks(parameter)
+    torch.testing.assert_close(module[2].weight, plain[2].weight)
+    assert "3.bias" in {name for bucket in wrapped.plan.buckets for name in bucket.names}
+    del module[3]
+    message = raised(ReductionError, lambda: wrapped(inputs(world, 2, 4)[rank]))
+    assert "parameter 3.weight was replaced or removed" in message
+
+
+@every_option
+@on_ranks
+def test_a_parameter_that_is_added_to_a_layer_is_averaged(rank, world, options):
+    class Gains(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x) * getattr(self, "gain", 1)
+
+    module = Gains().double()
+    wrapped, plain = wrap(module, **OPTIONS[options])
+    step(wrapped, plain, rank, world)
+    for one in (module, plain):
+        one.gain = nn.Parameter(torch.full((4,), 2.0 if one is plain else 2.0 + rank, dtype=torch.float64))
+    for seed in range(3):
+        step(wrapped, plain, rank, world, seed)
+
+
+@on_ranks
+def test_a_layer_in_the_place_of_another_is_named(rank, world):
+    module = mlp()
+    wrapped, _ = wrap(module)
+    module[4] = nn.Linear(4, 4).double()
+    message = raised(ReductionError, lambda: wrapped(inputs(world, 2, 4)[rank]))
+    assert "parameter 4.weight was replaced" in message
+    assert "wrap the module again" in message
+
+
+@on_ranks
+def test_layers_without_parameters_may_come_and_go(rank, world):
+    module = mlp()
+    wrapped, plain = wrap(module)
+    plan = wrapped.plan
+    module[1] = nn.Tanh()
+    module.append(nn.Identity())
+    plain.append(nn.Identity())
+    for seed in range(2):
+        step(wrapped, plain, rank, world, seed)
+    assert wrapped.plan.buckets == plan.buckets
+    reducer = wrapped._reducer
+    del module[-1], plain[-1]
+    step(wrapped, plain, rank, world)
+    assert wrapped._reducer is reducer
+
+
+@on_ranks
+def test_an_ignored_parameter_may_be_replaced_on_one_rank(rank, world):
+    module = mlp()
+    module._ddp_params_and_buffers_to_ignore = ["0.weight"]
+    wrapped, _ = wrap(module)
+    if rank == 0:
+        module[0].weight = nn.Parameter(module[0].weight.detach().clone())
+    for _ in range(2):
+        loss(wrapped, inputs(world, 2, 4)[rank]).backward()
+    assert_equal_on_ranks(module[2].weight.grad)
+
+
+@on_ranks
+def test_what_was_added_up_before_an_addition_counts(rank, world):
+    module = mlp(depth=1)
+    wrapped, plain = wrap(module)
+    samples = inputs(world, 2, 4)
+    with wrapped.no_sync():
+        loss(wrapped, samples[rank]).backward()
+    for x in samples:
+        (loss(plain, x) / world).backward()
+    module.append(nn.Linear(4, 4).double())
+    plain.append(nn.Linear(4, 4).double())
+    plain[2].load_state_dict(module[2].state_dict())
+    wrapped(samples[rank])
+    for one, other in zip(module[2].parameters(), plain[2].parameters(), strict=True):
+        other.data.copy_(one)
+    loss(wrapped, samples[rank]).backward()
+    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    assert_same_gradients(module, plain)
