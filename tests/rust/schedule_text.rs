@@ -3,7 +3,9 @@
 #![allow(clippy::indexing_slicing, clippy::panic, clippy::unwrap_used)] // helpers of tests, which clippy does not know as such
 
 use proptest::prelude::*;
-use torchrelay_core::{Action, Entry, Error, Gpipe, Kind, Placement, Schedule, make_gpipe};
+use torchrelay_core::{
+    Action, Costs, Entry, Error, Gpipe, Kind, Links, PerStage, Placement, Schedule, make_gpipe,
+};
 
 fn actions() -> impl Strategy<Value = Action> {
     (prop::sample::select(Kind::ALL), 0usize..65_536, 0usize..1 << 24).prop_map(
@@ -282,6 +284,93 @@ fn json_is_strict_and_says_where() {
         assert!(error.contains(part), "{error}");
     }
     assert!(Schedule::from_json(&"[".repeat(100_000)).is_err());
+}
+
+/// Any costs: with a number for all stages, or one for each of two.
+fn any_costs() -> impl Strategy<Value = Costs> {
+    let number = || prop_oneof![0.0..1e12, 0.0..1e-12, Just(0.1 + 0.2), Just(f64::MIN_POSITIVE)];
+    let per_stage = move || {
+        prop_oneof![
+            number().prop_map(PerStage::All),
+            prop::array::uniform2(number()).prop_map(|pair| pair.to_vec().into())
+        ]
+    };
+    let links = prop::sample::select(&[Links::Parallel, Links::Serial, Links::Blocking]);
+    let times = (
+        per_stage(),
+        per_stage(),
+        per_stage(),
+        proptest::option::of(per_stage()),
+        proptest::option::of(per_stage()),
+    );
+    (times, number(), per_stage(), per_stage(), links, per_stage(), any::<bool>()).prop_map(
+        |(
+            (forward, input_grad, weight_grad, backward, recompute),
+            overlap,
+            transfer,
+            latency,
+            links,
+            memory,
+            negative,
+        )| {
+            let weight_grad_memory = if negative { PerStage::All(-1.5) } else { memory.clone() };
+            Costs {
+                forward,
+                input_grad,
+                weight_grad,
+                backward,
+                recompute,
+                overlap,
+                transfer,
+                latency,
+                links,
+                forward_memory: memory.clone(),
+                input_grad_memory: memory,
+                weight_grad_memory,
+            }
+        },
+    )
+}
+
+proptest! {
+    #[test]
+    fn json_gives_the_same_costs_alone_and_with_a_schedule(costs in any_costs()) {
+        prop_assert_eq!(Costs::from_json(&costs.to_json().unwrap()), Ok(costs.clone()));
+        let schedule = make_gpipe(2, 2, Gpipe::default()).unwrap();
+        let both = schedule.to_json_with(&costs).unwrap();
+        prop_assert_eq!(Costs::from_json(&both), Ok(costs));
+        prop_assert_eq!(Schedule::from_json(&both), Ok(schedule));
+    }
+}
+
+#[test]
+fn json_of_costs_is_strict_and_says_where() {
+    let table = [
+        ("", "not costs: line 1, column 0: EOF"),
+        (r#"{"forwards": 1}"#, "not costs: line 1, column 11: unknown field `forwards`"),
+        (r#"{"forward": 1, "forward": 2}"#, "duplicate field `forward`"),
+        (r#"{"forward": "1"}"#, "expected a number, or a list of numbers, one for each stage"),
+        (r#"{"forward": [1, [2]]}"#, "expected a number, or a list of numbers, one for each stage"),
+        (r#"{"forward": -1}"#, "the cost forward must be finite and not negative, but is -1"),
+        (r#"{"forward": 1e999}"#, "number out of range"),
+        (r#"{"links": "slow"}"#, "unknown variant `slow`"),
+        (r#"{"forward": 1} x"#, "trailing characters"),
+    ];
+    for (text, part) in table {
+        let error = Costs::from_json(text).unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+    }
+    assert_eq!(Costs::from_json("{}"), Ok(Costs::default()));
+    let schedule = make_gpipe(2, 2, Gpipe::default()).unwrap();
+    let error = Costs::from_json(&schedule.to_json().unwrap()).unwrap_err().to_string();
+    assert!(error.contains("the schedule has no costs"), "{error}");
+    let three = Costs { forward: vec![1.0; 3].into(), ..Costs::default() };
+    assert!(matches!(schedule.to_json_with(&three), Err(Error::CostsDiffer { .. })));
+    let wrong =
+        schedule.to_json_with(&Costs::default()).unwrap().replace(r#""forward":1.0"#, r#""forward":[1,2,3]"#);
+    assert!(matches!(Schedule::from_json(&wrong), Err(Error::CostsDiffer { .. })));
+    let infinite = Costs { latency: f64::INFINITY.into(), ..Costs::default() };
+    assert!(infinite.to_json().is_err());
 }
 
 #[test]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrelay import schedules
 from torchrelay.errors import PlanError
-from torchrelay.schedules import Action, Schedule
+from torchrelay.schedules import Action, Costs, Schedule
 
 pipelining: ModuleType = pytest.importorskip("torch.distributed.pipelining.schedules")
 KINDS = [kind.value for kind in pipelining._ComputationType if kind.value != "OVERLAP_F_B"]
@@ -149,6 +149,21 @@ def test_texts_give_the_same_schedule(schedule: Schedule) -> None:
     for cell in (cell for row in rows for cell in row.split(",") if row):
         if not re.fullmatch(r"\d+R\d+", cell):  # torch has no recomputation
             assert str(pipelining._Action.from_str(cell)) == cell
+
+
+def test_json_holds_the_costs_too() -> None:
+    schedule = schedules.make("zb_v", ranks=2, microbatches=4)
+    costs = Costs([1, 2, 3, 4], 0.1 + 0.2, transfer=0.5, links="serial", forward_memory=2, weight_grad_memory=-2)
+    both = schedule.to_json(costs=costs)
+    assert Schedule.from_json(both) == schedule
+    assert Costs.from_json(both) == Costs.from_json(costs.to_json()) == costs
+    assert Costs.from_json('{"forward": 2, "links": "blocking"}') == Costs(2, links="blocking")
+    with pytest.raises(PlanError, match="not costs: line 1, column 8: unknown field `speed`"):
+        Costs.from_json('{"speed": 1}')
+    with pytest.raises(PlanError, match="the schedule has no costs"):
+        Costs.from_json(schedule.to_json())
+    with pytest.raises(PlanError, match="forward"):
+        schedules.make("gpipe", ranks=2, microbatches=2).to_json(costs=costs)
 
 
 def test_pairs_overlap() -> None:

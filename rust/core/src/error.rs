@@ -243,9 +243,11 @@ pub enum Error {
         /// Where the first of the two would stand.
         position: usize,
     },
-    /// A text that is not a schedule.
-    #[error("not a schedule: line {line}, column {column}: {reason}")]
+    /// A text that is not what it should be.
+    #[error("not {what}: line {line}, column {column}: {reason}")]
     Text {
+        /// What it should be, such as "a schedule".
+        what: &'static str,
         /// Counted from 1.
         line: usize,
         /// Counted from 1.

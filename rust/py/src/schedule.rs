@@ -259,9 +259,12 @@ impl Schedule {
         py.detach(|| core::Schedule::from_csv(name, text)).map(Self).map_err(to_py)
     }
 
-    /// The schedule as JSON.
-    fn to_json(&self, py: Python<'_>) -> PyResult<String> {
-        py.detach(|| self.0.to_json()).map_err(to_py)
+    /// The schedule as JSON, with costs if there are any.
+    #[pyo3(signature = (*, costs=None))]
+    fn to_json(&self, py: Python<'_>, costs: Option<&Bound<'_, Costs>>) -> PyResult<String> {
+        let costs = costs.map(|costs| &costs.get().0);
+        py.detach(|| costs.map_or_else(|| self.0.to_json(), |costs| self.0.to_json_with(costs)))
+            .map_err(to_py)
     }
 
     /// The schedule that was written as JSON.
@@ -281,7 +284,7 @@ impl Schedule {
     }
 
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
-        Ok((py.get_type::<Self>().getattr("from_json")?, (self.to_json(py)?,)))
+        Ok((py.get_type::<Self>().getattr("from_json")?, (self.to_json(py, None)?,)))
     }
 }
 
@@ -334,6 +337,17 @@ impl Costs {
         };
         costs.check(None).map_err(to_py)?;
         Ok(Self(costs))
+    }
+
+    /// The costs as JSON.
+    fn to_json(&self) -> PyResult<String> {
+        self.0.to_json().map_err(to_py)
+    }
+
+    /// The costs that were written as JSON, by themselves or with a schedule.
+    #[classmethod]
+    fn from_json(_class: &Bound<'_, PyType>, py: Python<'_>, text: &str) -> PyResult<Self> {
+        py.detach(|| core::Costs::from_json(text)).map(Self).map_err(to_py)
     }
 
     #[getter]

@@ -2,10 +2,13 @@
 
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Error, Result};
 
 /// A number for every stage alike, or one for each.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected a number, or a list of numbers, one for each stage")]
 pub enum PerStage {
     /// The same for every stage.
     All(f64),
@@ -43,7 +46,8 @@ impl From<Vec<f64>> for PerStage {
 }
 
 /// What transfers hold up. A link is the way from one rank to another, in one direction.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Links {
     /// Nothing but the action that needs what is transferred; a link carries any number at a time.
     #[default]
@@ -79,7 +83,8 @@ impl FromStr for Links {
 }
 
 /// Times in any one unit, memory in any other; for one micro-batch on one stage.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Costs {
     /// Of a forward.
     pub forward: PerStage,
@@ -88,8 +93,10 @@ pub struct Costs {
     /// Of the weights' gradients.
     pub weight_grad: PerStage,
     /// Of a whole backward; `None`: of its two parts.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub backward: Option<PerStage>,
     /// Of a recomputation; `None`: of a forward.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub recompute: Option<PerStage>,
     /// What a forward and a backward that overlap take, as a share of what they take one after the other.
     pub overlap: f64,

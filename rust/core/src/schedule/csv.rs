@@ -21,7 +21,7 @@ struct Place {
 
 impl Place {
     fn refuse(self, reason: impl Into<String>) -> Error {
-        Error::Text { line: self.line, column: self.column, reason: reason.into() }
+        Error::Text { what: "a schedule", line: self.line, column: self.column, reason: reason.into() }
     }
 }
 
