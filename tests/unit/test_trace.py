@@ -7,6 +7,7 @@ import gc
 import json
 import re
 import threading
+import time
 import weakref
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -272,7 +273,7 @@ def by_hand(spans: str, *, recompute: str = "never", microbatches: int = 2) -> R
             if kind in kinds:
                 times = int(float(start) * 1e9), int(float(end) * 1e9)
                 half.spans.append(
-                    TaskSpan(kind, int(stage), int(microbatch), int(stage), *times, f"lane {stage}", False)
+                    TaskSpan(kind, int(stage), int(microbatch), int(stage), *times, f"lane {stage}", False, 0)
                 )
         half.start = min(span.start for span in half.spans)
         made.halves.append(half)
@@ -305,6 +306,27 @@ def test_the_planned_bubble_is_that_of_the_formula(n: int, m: int) -> None:
     (step,) = timeline.steps
     assert step.planned_bubble == pytest.approx((n - 1) / (m + n - 1))
     assert 0 <= step.replayed_bubble <= step.bubble < 1
+
+
+def test_waiting_for_a_turn_on_the_generator_is_told_apart(executor: str) -> None:
+    def draw(x: Tensor) -> Tensor:
+        time.sleep(0.005)  # within the turn, for which the other lane has to wait
+        return x + torch.rand_like(x)
+
+    layers = nn.Sequential(Call(draw), Call(draw))
+    model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4, executor=executor)
+    with trace.record(model) as timeline, torch.no_grad():
+        model(rows(8, 3))
+    (step,) = timeline.steps
+    tasks = step.halves[0].tasks
+    waited = sum(task.waited for task in tasks)
+    assert all(task.busy >= 0.005 for task in tasks)
+    if executor == "serial":
+        assert waited == 0
+        return
+    assert waited > 0.004
+    assert step.bubble == pytest.approx(1 - sum(task.busy for task in tasks) / (2 * step.time))
+    assert "waited for its turn" in timeline.to_svg()
 
 
 # ---- pictures and files

@@ -3,11 +3,14 @@
 import ctypes
 import functools
 import threading
+import time
 from collections import Counter
 from hashlib import blake2b
 
 import torch
 from torch import Generator, Tensor
+
+from torchrelay.runtime.waits import waits
 
 __all__ = ["Source", "Turn"]
 
@@ -59,11 +62,16 @@ class Source:
         Raises:
             RuntimeError: nobody gives it back; the message says who has it.
         """
+        if self._lock.acquire(blocking=False):
+            _HOLDERS[self.device] = threading.current_thread().name
+            return
+        since = time.perf_counter_ns()
         if not self._lock.acquire(timeout=PATIENCE):
             raise RuntimeError(
                 f"waited {PATIENCE:.0f} s for a turn on the random number generator of {self.device}, which "
                 f"{_HOLDERS.get(self.device)} holds: does a layer wait for another thread that runs a pipeline?"
             )
+        waits(time.perf_counter_ns() - since)
         _HOLDERS[self.device] = threading.current_thread().name
 
     def release(self) -> None:

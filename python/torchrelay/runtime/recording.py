@@ -16,6 +16,7 @@ from torch.profiler import record_function
 
 from torchrelay._core import Schedule
 from torchrelay.runtime.order import Order
+from torchrelay.runtime.waits import waited
 
 __all__ = ["Half", "Recorder", "Recording", "TaskSpan", "is_profiling", "timed", "warn_of_hidden_lanes"]
 
@@ -23,7 +24,8 @@ __all__ = ["Half", "Recorder", "Recording", "TaskSpan", "is_profiling", "timed",
 class TaskSpan(NamedTuple):
     """One task as it ran in its lane, which on an accelerator launches kernels and goes on: see :attr:`Half.marks`.
 
-    Times are nanoseconds of `time.perf_counter_ns`.
+    Times are nanoseconds of `time.perf_counter_ns`; of them, `waited` went by, at the beginning, until the task had its
+    turn on a generator of random numbers.
     """
 
     kind: str
@@ -34,6 +36,7 @@ class TaskSpan(NamedTuple):
     end: int
     thread: str
     failed: bool
+    waited: int
 
 
 class Half:
@@ -103,6 +106,7 @@ def warn_of_hidden_lanes() -> None:
 def timed(half: Half | None, action: Order, rank: int, compute: Callable[[], Any]) -> Any:
     """Compute, and tell how long it took."""
     start, failed = time.perf_counter_ns(), True
+    before = waited()
     try:
         if not is_profiling():
             result = compute()
@@ -120,4 +124,6 @@ def timed(half: Half | None, action: Order, rank: int, compute: Callable[[], Any
         if half is not None:
             end = time.perf_counter_ns()
             name = threading.current_thread().name
-            half.spans.append(TaskSpan(action.kind, action.stage, action.microbatch, rank, start, end, name, failed))
+            kind, stage, microbatch = action.kind, action.stage, action.microbatch
+            span = TaskSpan(kind, stage, microbatch, rank, start, end, name, failed, waited() - before)
+            half.spans.append(span)

@@ -56,7 +56,7 @@ def measured(half: Half, spans: Sequence[TaskSpan]) -> Callable[[Action], float]
     took: dict[tuple[str, int], dict[int, float]] = {}
     for span in spans:
         if not span.failed:
-            took.setdefault((span.kind, span.stage), {})[span.microbatch] = (span.end - span.start) / 1e9
+            took.setdefault((span.kind, span.stage), {})[span.microbatch] = (span.end - span.start - span.waited) / 1e9
     of_place = {place: median(times.values()) for place, times in took.items()}
     of_kind = {
         kind: median(time for (k, _), time in of_place.items() if k == kind) for kind in {kind for kind, _ in of_place}

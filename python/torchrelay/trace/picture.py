@@ -23,7 +23,7 @@ _LIGHTER = {"F": "#3d8cd0", "R": "#f2bc33", "B": "#2fa67c"}
 STYLE = (
     "".join(f".{kind}{{fill:{colour}}}.{kind}.o{{fill:{_LIGHTER[kind]}}}" for kind, colour in COLOURS.items())
     + f".row{{fill:{BUBBLE}}}"
-    + """.bg{fill:#fff}.x{fill:#d11f3a;stroke:#d11f3a;stroke-width:2}
+    + """.bg{fill:#fff}.w{fill:#8d979f}.x{fill:#d11f3a;stroke:#d11f3a;stroke-width:2}
 text{font:11px system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;fill:#2b3036}
 .n{fill:#fff;font-size:10px;text-anchor:middle;pointer-events:none}.R+.n{fill:#2b2000}
 .h{font-weight:600}.q{fill:#5c656e}.e{text-anchor:end}.tick{stroke:#c9ced4;stroke-width:1}
@@ -98,6 +98,8 @@ def chart(plan: PipelinePlan, step: RecordedStep, width: int) -> Chart:
             title = f"{_what(task, names)}\nmeasured{' on the device' * task.on_device}: {_when(task, half)}"
             if planned is not None:
                 title += f"\nplan: {_when(planned, half)}"
+            if task.waited > 0:
+                title += f"\n{duration(task.waited)} of it waited for its turn to draw random numbers"
             if task.failed:
                 title += f"\nFAILED: {half.failure}"
             parts.append(_bar(task, scale, k, panel + _HEAD, width, title, is_numbered=is_numbered))
@@ -132,7 +134,8 @@ def _when(task: RecordedTask, half: RecordedHalf) -> str:
 
 
 def _bar(task: RecordedTask, scale: _Scale, k: int, top: int, width: int, title: str, *, is_numbered: bool) -> str:
-    x, end, y = scale(k, task.start), scale(k, task.end), top + task.partition * _ROW
+    began = scale(k, task.start)
+    x, end, y = scale(k, task.start + task.waited), scale(k, task.end), top + task.partition * _ROW
     kind = "x" if task.failed else task.kind
     odd = " o" if task.microbatch % 2 else ""
     shown = is_numbered and _fits((end - x) * width / 100, task.microbatch)
@@ -140,7 +143,8 @@ def _bar(task: RecordedTask, scale: _Scale, k: int, top: int, width: int, title:
         f'<g class="t" data-m="{task.microbatch}"><title>{escape(title)}</title>'
         f'<rect class="{kind}{odd}" x="{x:.4f}%" y="{y}" width="{end - x:.4f}%" height="{_BAR}"/>'
         f'<text class="n" x="{(x + end) / 2:.4f}%" y="{y + 12.5}"{"" if shown else _HIDDEN}>{task.microbatch}</text>'
-        "</g>"
+        + (f'<rect class="w" x="{began:.4f}%" y="{y + _BAR - 4}" width="{x - began:.4f}%" height="4"/>' * (x > began))
+        + "</g>"
     )
 
 

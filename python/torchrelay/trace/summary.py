@@ -67,8 +67,8 @@ def partition_rows(timeline: "Timeline", steps: Sequence["RecordedStep"]) -> lis
     total = sum(step.time for step in steps)
     for partition in timeline.plan.partitions:
         mine = [task for task in tasks if task.partition == partition.index]
-        times = [_median(task.end - task.start for task in mine if task.kind == kind) for kind in "FRB"]
-        busy = sum(task.end - task.start for task in mine)
+        times = [_median(task.busy for task in mine if task.kind == kind) for kind in "FRB"]
+        busy = sum(task.busy for task in mine)
         rows.append([str(partition.index), partition.device, *times, share(busy / total if total else None)])
     return rows
 

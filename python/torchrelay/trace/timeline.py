@@ -27,6 +27,7 @@ class RecordedTask:
         end: when it ended.
         thread: the name of the thread that carried it out; empty for a planned task.
         failed: whether it raised.
+        waited: how much of that time, at its beginning, it waited for its turn on a generator of random numbers.
         on_device: whether the times are those of its kernels. Else they are those of the lane.
     """
 
@@ -37,7 +38,13 @@ class RecordedTask:
     end: float
     thread: str = ""
     failed: bool = False
+    waited: float = 0.0
     on_device: bool = False
+
+    @property
+    def busy(self) -> float:
+        """The seconds in which it computed."""
+        return self.end - self.start - self.waited
 
 
 @dataclass(frozen=True)
@@ -242,7 +249,7 @@ def _spans(half: Half, clock: DeviceClock | None) -> list[TaskSpan]:
         marks = half.marks.get((span.kind, span.stage, span.microbatch))
         if clock is not None and marks is not None:
             index, begin, end = marks
-            span = span._replace(start=clock.at(index, begin), end=clock.at(index, end))
+            span = span._replace(start=clock.at(index, begin), end=clock.at(index, end), waited=0)
         spans.append(span)
     return sorted(spans, key=lambda span: (span.rank, span.start))
 
@@ -259,6 +266,7 @@ def _half(half: Half, origin: int, clock: DeviceClock | None) -> RecordedHalf:
             (span.end - origin) / 1e9,
             span.thread,
             span.failed,
+            span.waited / 1e9,
             clock is not None and (span.kind, span.stage, span.microbatch) in half.marks,
         )
         for span in spans
@@ -280,7 +288,7 @@ def _half(half: Half, origin: int, clock: DeviceClock | None) -> RecordedHalf:
         half.failure,
         len(spans) == len(replayed) and not any(span.failed for span in spans),
         (
-            beside.idle([(span.rank, span.start / 1e9, span.end / 1e9) for span in spans], end - start),
+            beside.idle([(span.rank, (span.start + span.waited) / 1e9, span.end / 1e9) for span in spans], end - start),
             *(
                 beside.idle(
                     [(task.rank, task.start, task.end) for task in tasks_],
