@@ -327,6 +327,7 @@ def test_waiting_for_a_turn_on_the_generator_is_told_apart(executor: str) -> Non
     assert waited > 0.004
     assert step.bubble == pytest.approx(1 - sum(task.busy for task in tasks) / (2 * step.time))
     assert "waited for its turn" in timeline.to_svg()
+    assert "waiting for a turn" in timeline.to_html()
 
 
 # ---- pictures and files

@@ -6,7 +6,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from torchrelay._core import __version__
-from torchrelay.trace.picture import BUBBLE, COLOURS, STYLE, chart, gutter
+from torchrelay.trace.picture import BUBBLE, COLOURS, STYLE, WAITING, chart, gutter
 from torchrelay.trace.summary import described, duration, line, partition_rows, share, step_rows
 from torchrelay.trace.timeline import KINDS
 
@@ -40,7 +40,7 @@ def page(timeline: "Timeline", most: int | None = None) -> str:
         f"<p>{escape(line(timeline).strip('<>').partition(': ')[2])}. torchrelay {__version__}</p>",
     ]
     if steps:
-        body += [f"<p>{_EXPLAINED}</p>", _LEGEND]
+        body += [f"<p>{_EXPLAINED}</p>", _legend(drawn)]
     if len(drawn) < len(steps):
         body.append(f"<p>The last {len(drawn)} of {len(steps)} steps are drawn.</p>")
     body += [_section(timeline, step) for step in drawn]
@@ -56,13 +56,16 @@ def page(timeline: "Timeline", most: int | None = None) -> str:
     )
 
 
-_LEGEND = (
-    '<div class="legend">'
-    + "".join(f'<span><i style="background:{COLOURS[kind]}"></i>{name}</span>' for kind, name in KINDS.items())
-    + f'<span><i style="background:{BUBBLE}"></i>bubble</span>'
-    '<span>Zoom <button id="out">out</button> <button id="in">in</button> <button id="all">whole step</button></span>'
-    "</div>"
-)
+def _legend(steps: Sequence["RecordedStep"]) -> str:
+    swatches = [(COLOURS[kind], name) for kind, name in KINDS.items()] + [(BUBBLE, "bubble")]
+    if any(task.waited > 0 for step in steps for half in step.halves for task in half.tasks):
+        swatches.append((WAITING, "waiting for a turn to draw random numbers"))
+    return (
+        '<div class="legend">'
+        + "".join(f'<span><i style="background:{colour}"></i>{name}</span>' for colour, name in swatches)
+        + '<span>Zoom <button id="out">out</button> <button id="in">in</button> '
+        '<button id="all">whole step</button></span></div>'
+    )
 
 
 def _drawn(steps: Sequence["RecordedStep"], most: int) -> Sequence["RecordedStep"]:
