@@ -116,6 +116,8 @@ fn the_files_draw_what_they_make() {
         (Maker::ZbH1, include_str!("../../rust/core/src/schedule/makers/zb_h1.rs")),
         (Maker::ZbH2, include_str!("../../rust/core/src/schedule/makers/zb_h2.rs")),
         (Maker::ZbV, include_str!("../../rust/core/src/schedule/makers/zb_v.rs")),
+        (Maker::VHalf, include_str!("../../rust/core/src/schedule/makers/v_half.rs")),
+        (Maker::VMin, include_str!("../../rust/core/src/schedule/makers/v_min.rs")),
         (Maker::DualpipeV, include_str!("../../rust/core/src/schedule/makers/dualpipe_v.rs")),
     ];
     for (maker, source) in files {

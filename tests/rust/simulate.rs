@@ -269,6 +269,30 @@ proptest! {
 }
 
 #[test]
+fn v_half_and_v_min_are_as_published() {
+    // 8 ranks, 32 micro-batches, all parts of the work equal.
+    for (maker, rate, memory) in [(Maker::VHalf, 0.0813, 10.0), (Maker::VMin, 0.1233, 8.0)] {
+        let simulation = make(maker, 8, 32).simulate(&times(1000, 1000, 1000)).unwrap();
+        assert!((simulation.bubble_rate() - rate).abs() < 0.00005, "{maker}: {}", simulation.bubble_rate());
+        assert!(close(peak(&simulation), memory), "{maker}: {}", peak(&simulation));
+    }
+}
+
+#[test]
+fn v_half_and_v_min_keep_their_memory_whatever_the_size() {
+    for p in 1..34usize {
+        for m in [1, 2, p, 2 * p + 1, 3 * p] {
+            // In units of the activations of one of a rank's two stages.
+            for (maker, most) in [(Maker::VHalf, p + 2), (Maker::VMin, (2 * p + 8) / 3)] {
+                let simulation = make(maker, p, m).simulate(&Costs::default()).unwrap();
+                let most = f64::from(u32::try_from(most).unwrap());
+                assert!(peak(&simulation) <= most, "{maker} {p} {m}: {} > {most}", peak(&simulation));
+            }
+        }
+    }
+}
+
+#[test]
 fn memory_is_that_of_the_table() {
     for p in 1..9usize {
         let m = 4 * p;

@@ -1,16 +1,20 @@
 //! The makers: schedules by name, for any number of ranks and micro-batches that their rule permits.
 //!
-//! 1. A maker is a pure function of the shape and a rank: each rank can make its own list without the others'.
+//! 1. A maker is a pure function of the shape and a rank: each rank can make its own list without the others' (but for
+//!    V-Half and V-Min, whose ranks follow one another in time).
 //! 2. What is made passes [`Schedule::verify`].
 //! 3. What a rule does not permit is refused before anything is made, with the nearest numbers that would do.
 
 mod alternating;
+mod block;
 mod dualpipe_v;
 mod gpipe;
 mod interleaved_1f1b;
 mod interleaved_zb;
 mod looped_bfs;
 mod one_f_one_b;
+mod v_half;
+mod v_min;
 mod writer;
 mod zb_h1;
 mod zb_h2;
@@ -73,6 +77,10 @@ makers! {
     ZbH2 "zb_h2";
     /// Zero-bubble with two stages on each rank, placed in a V.
     ZbV "zb_v";
+    /// Half the memory of 1f1b, with stages in a V.
+    VHalf "v_half";
+    /// A third of the memory of 1f1b, with stages in a V.
+    VMin "v_min";
     /// Forwards and backwards that overlap, with stages in a V.
     DualpipeV "dualpipe_v";
 }
@@ -119,13 +127,18 @@ impl Maker {
     /// [`Error::NotPermitted`] for those that the schedule's rule does not permit.
     pub fn make(self, ranks: usize, microbatches: usize, stages_per_rank: Option<usize>) -> Result<Schedule> {
         let shape = self.shape(ranks, microbatches, stages_per_rank)?;
-        let lists = (0..ranks).map(|rank| self.list(shape, rank)).map(|list| (list.actions, list.overlaps));
-        let (actions, overlaps) = lists.unzip();
+        let (actions, overlaps) = if let Some(lists) = self.lists(shape) {
+            (lists, Vec::new())
+        } else {
+            let lists = (0..ranks).map(|rank| self.list(shape, rank));
+            lists.map(|list| (list.actions, list.overlaps)).unzip()
+        };
         Schedule::new(self.name(), &self.placement(shape), microbatches, true, actions)?
             .with_overlaps(overlaps)
     }
 
-    /// The list of one rank alone, in time and memory linear in its length: the same that [`Maker::make`] gives that rank.
+    /// The list of one rank alone: the same that [`Maker::make`] gives that rank. But for V-Half and V-Min, in time and memory
+    /// linear in its length.
     ///
     /// # Errors
     /// Those of [`Maker::make`], and [`Error::NoSuchPlace`] if there is no such rank.
@@ -140,21 +153,26 @@ impl Maker {
         if rank >= ranks {
             return Err(Error::NoSuchPlace { what: "rank", position: 0, index: rank, count: ranks });
         }
-        let List { actions, overlaps } = self.list(shape, rank);
+        let List { actions, overlaps } = match self.lists(shape) {
+            Some(mut lists) if rank < lists.len() => {
+                List { actions: lists.swap_remove(rank), overlaps: Vec::new() }
+            }
+            _ => self.list(shape, rank),
+        };
         Ok(entry::entries(&actions, &overlaps).collect())
     }
 
     const fn stages(self) -> Stages {
         match self {
             Self::Gpipe | Self::OneFOneB | Self::ZbH1 | Self::ZbH2 => Stages::Exactly(1),
-            Self::ZbV | Self::DualpipeV => Stages::Exactly(2),
+            Self::ZbV | Self::VHalf | Self::VMin | Self::DualpipeV => Stages::Exactly(2),
             Self::Interleaved1F1B | Self::LoopedBfs | Self::InterleavedZb => Stages::Any,
         }
     }
 
     /// Whether the second half of the stages goes back the way of the first; else every `p` stages begin at rank 0 again.
     const fn in_a_v(self) -> bool {
-        matches!(self, Self::ZbV | Self::DualpipeV)
+        matches!(self, Self::ZbV | Self::VHalf | Self::VMin | Self::DualpipeV)
     }
 
     /// The rank of each stage.
@@ -200,6 +218,16 @@ impl Maker {
         Ok(shape)
     }
 
+    /// The lists of all ranks, of schedules in which a rank's own depends on the others'.
+    fn lists(self, shape: Shape) -> Option<Vec<Vec<super::Action>>> {
+        match self {
+            Self::VHalf => v_half::lists(shape),
+            Self::VMin => v_min::lists(shape),
+            _ => None,
+        }
+    }
+
+    /// The list of a rank, of all other schedules.
     fn list(self, shape: Shape, rank: usize) -> List {
         let Shape { p, v, .. } = shape;
         let v_turn = self.in_a_v();
@@ -213,7 +241,8 @@ impl Maker {
             Self::InterleavedZb => interleaved_zb::list(shape, rank, writer),
             Self::ZbH1 => zb_h1::list(shape, rank, writer),
             Self::ZbH2 => zb_h2::list(shape, rank, writer),
-            Self::ZbV => zb_v::list(shape, rank, writer),
+            // The latter two are made for all ranks at once; there is a block for any number of them.
+            Self::ZbV | Self::VHalf | Self::VMin => zb_v::list(shape, rank, writer),
             Self::DualpipeV => dualpipe_v::list(shape, rank, writer),
         }
     }
