@@ -148,6 +148,9 @@ class GPipe(nn.Module):
             return input
         if self._is_one_task():
             return call_directly(self.partitions[0], self.devices[0], input, self.batch_dim)
+        return _untraced_step(self, input) if torch.compiler.is_compiling() else self._step(input)
+
+    def _step(self, input: Any) -> Any:  # noqa: A002
         # With one partition nothing runs at the same time, and a lane would only cost.
         lanes = self._lanes if self.executor != "serial" and len(self.partitions) > 1 else None
         step = Step(
@@ -256,6 +259,13 @@ class GPipe(nn.Module):
         """Shown in the repr, above the partitions."""
         lines = [f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, executor={self.executor!r}"]
         return "\n".join([*lines, *str(self.plan).splitlines()])
+
+
+# torch.compile breaks its graph here instead of tracing queues and threads. `torch.compiler.disable` does the same, but
+# would load the compiler, which takes seconds, with this module.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _untraced_step(pipeline: GPipe, input: Any) -> Any:  # noqa: A002
+    return pipeline._step(input)
 
 
 def _devices(devices: Iterable[Device] | None, wanted: int) -> Sequence[torch.device]:
