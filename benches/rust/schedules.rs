@@ -1,11 +1,11 @@
-//! Clock cycles, the GPipe maker, verification and simulation: the time per action must not grow with the plan.
+//! Clock cycles, the GPipe maker, verification, lowering and simulation: the time per action must not grow with the plan.
 
 use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use torchrelay_core::{Costs, Gpipe, Schedule, clock_cycles, make_gpipe};
+use torchrelay_core::{Costs, Gpipe, Lowering, Schedule, clock_cycles, make_gpipe};
 
 /// Partitions and micro-batches.
 const SIZES: [(usize, usize); 4] = [(4, 8), (32, 128), (128, 1024), (512, 4096)];
@@ -40,6 +40,15 @@ fn all(criterion: &mut Criterion) {
     for_each_size(criterion, "verify", 2, |group, id, n, m| {
         let schedule = gpipe(n, m);
         group.bench_function(id, |bencher| bencher.iter(|| black_box(&schedule).verify()));
+    });
+    // All that lowering makes of a forward and a backward: each received, sent and waited for.
+    for_each_size(criterion, "lower", 8, |group, id, n, m| {
+        let schedule = gpipe(n, m);
+        group.bench_function(id, |bencher| bencher.iter(|| black_box(&schedule).lower(Lowering::default())));
+    });
+    for_each_size(criterion, "verify_lowered", 8, |group, id, n, m| {
+        let lowered = gpipe(n, m).lower(Lowering::default()).unwrap_or_else(|error| unreachable!("{error}"));
+        group.bench_function(id, |bencher| bencher.iter(|| black_box(&lowered).verify()));
     });
     for_each_size(criterion, "simulate", 2, |group, id, n, m| {
         let schedule = gpipe(n, m);

@@ -3,7 +3,7 @@
 #![allow(clippy::indexing_slicing, clippy::panic, clippy::unwrap_used)] // helpers of tests, which clippy does not know as such
 
 use proptest::prelude::*;
-use torchrelay_core::{Action, Error, Kind, Lowering, Maker, Recompute, Schedule};
+use torchrelay_core::{Action, Costs, Error, Kind, Lowering, Maker, Recompute, Schedule};
 
 fn actions(schedule: &Schedule, rank: usize) -> &[Action] {
     schedule.actions(rank).unwrap()
@@ -104,6 +104,16 @@ proptest! {
             let last = list[..reduction].iter().rposition(|a| adds(&a)).unwrap();
             prop_assert!(list[last + 1..reduction].iter().all(|a| !a.kind().computes()), "{}", lowered.to_csv());
         }
+    }
+
+    #[test]
+    fn lowering_changes_neither_times_nor_memory(schedule in schedules(), unsharded in 2usize..4, i in 0u8..4) {
+        let costs = Costs { transfer: f64::from(i).into(), latency: 0.5.into(), ..Costs::default() };
+        let lowered = schedule.lower(Lowering { unsharded: Some(unsharded), ..Lowering::default() }).unwrap();
+        prop_assert_eq!(lowered.verify(), Ok(()), "{}", lowered.to_csv());
+        let (before, after) = (schedule.simulate(&costs).unwrap(), lowered.simulate(&costs).unwrap());
+        prop_assert!((before.makespan() - after.makespan()).abs() < 1e-9);
+        prop_assert_eq!(before.peak_memory(), after.peak_memory());
     }
 
     #[test]
