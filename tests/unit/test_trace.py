@@ -401,6 +401,16 @@ def test_a_page_needs_nothing_but_itself(tmp_path: Path) -> None:
         assert f"{name} {summary.share(bubble)}" in text
 
 
+def test_a_page_has_finer_ticks_for_when_it_is_zoomed() -> None:
+    text = recorded(pipe()).to_html()
+    labels = {
+        zoom: re.findall(r">([\d.]+ ms)<", ticks)
+        for zoom, ticks in re.findall(r'<g class="z" data-z="(\d+)" visibility="hidden">(.*?)</g>', text, re.DOTALL)
+    }
+    assert list(labels) == ["8", "40"]
+    assert len(labels["40"]) > 4 * len(labels["8"]) > 40
+
+
 def test_what_a_layer_says_is_text_and_no_markup() -> None:
     def fail(_: Tensor) -> Tensor:
         raise ValueError("<script>alert(1)</script> & more")

@@ -8,6 +8,9 @@ function fit() {
   for (const chart of charts) {
     const svg = chart.firstElementChild;
     svg.style.width = zoom * 100 + "%";
+    for (const ticks of svg.querySelectorAll(".z")) {
+      ticks.style.visibility = zoom >= Number(ticks.dataset.z) ? "visible" : "hidden";
+    }
     const width = svg.getBoundingClientRect().width;
     const tasks = [...svg.querySelectorAll(".t")].map((task) => {
       const [, bar, number] = task.children;

@@ -88,7 +88,7 @@ def _tagged(rows: Sequence[Sequence[str]]) -> list[tuple[str, Sequence[str]]]:
 
 
 def _section(timeline: "Timeline", step: "RecordedStep") -> str:
-    drawn, names = chart(timeline.plan, step, _WIDTH), gutter(timeline.plan)
+    drawn, names = chart(timeline.plan, step, _WIDTH, zooms=True), gutter(timeline.plan)
     about = described(step)
     kind = ' class="failed"' if not step.is_complete else ""
     between = sum(

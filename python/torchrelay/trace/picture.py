@@ -37,6 +37,8 @@ _HEAD = 22  # above a panel's rows
 _AXIS = 20
 _GAP_SHARE = 0.03  # of the picture, for the caller's time between halves
 _DIGIT = 6.4  # pixels
+# From so many times the width on, ticks are divided by so much.
+_FINER = {8: 5, 40: 25}
 _HIDDEN = ' visibility="hidden"'
 
 
@@ -78,8 +80,8 @@ def _end(half: RecordedHalf) -> float:
     return max([half.end, *(task.end for task in half.planned)])
 
 
-def chart(plan: PipelinePlan, step: RecordedStep, width: int) -> Chart:
-    """The chart of a step; numbers are shown if they fit at `width` pixels."""
+def chart(plan: PipelinePlan, step: RecordedStep, width: int, *, zooms: bool = False) -> Chart:
+    """The chart of a step; numbers are shown if they fit at `width` pixels. To zoom, it has hidden ticks."""
     panel = _HEAD + len(plan.partitions) * _ROW
     scale = _Scale(step.halves)
     names = [f"partition {partition.index} ({partition.device})" for partition in plan.partitions]
@@ -88,6 +90,10 @@ def chart(plan: PipelinePlan, step: RecordedStep, width: int) -> Chart:
         for top in (_HEAD, panel + _HEAD):
             parts += _rows(scale, k, half, top, len(names))
     parts += _ticks(step, scale, width, _HEAD - 4, 2 * panel)
+    if zooms:
+        for zoom, parts_of_one in _FINER.items():
+            finer = _ticks(step, scale, width, _HEAD - 4, 2 * panel, parts_of_one)
+            parts += [f'<g class="z" data-z="{zoom}"{_HIDDEN}>', *finer, "</g>"]
     is_numbered = _is_numbered(step, scale, width)
     for k, half in enumerate(step.halves):
         plan_of = {(task.kind, task.partition, task.microbatch): task for task in half.planned}
@@ -149,19 +155,21 @@ def _bar(task: RecordedTask, scale: _Scale, k: int, top: int, width: int, title:
     )
 
 
-def _ticks(step: RecordedStep, scale: _Scale, width: int, top: int, bottom: int) -> Iterator[str]:
+def _ticks(step: RecordedStep, scale: _Scale, width: int, top: int, bottom: int, finer: int = 1) -> Iterator[str]:
+    """Lines at round times and their labels; or, if finer, those in between, which are divided by so much."""
     for k, half in enumerate(step.halves):
         window = max(_end(half) - half.start, 1e-9)
         pixels = (scale(k, _end(half)) - scale(k, half.start)) * width / 100
-        distance = _round(window * 70 / max(pixels, 1.0))
-        places = [place * distance for place in range(math.floor(window / distance + 1e-9) + 1)]
-        # The last one would run into the next half's first, or out of the picture.
-        for place in places:
+        distance = _round(window * 70 / max(pixels, 1.0)) / finer
+        for number in range(math.floor(window / distance + 1e-9) + 1):
+            if finer > 1 and number % 5 == 0:  # is there already
+                continue
+            place = number * distance
             x = scale(k, half.start + place)
             yield f'<line class="tick" x1="{x:.4f}%" x2="{x:.4f}%" y1="{top}" y2="{bottom}"/>'
-            if place == 0:
+            if number == 0:
                 yield f'<text class="q" x="{x:.4f}%" dx="2" y="{top - 5}">{half.name} {duration(half.time)}</text>'
-            elif pixels * (window - place) / window > 25:
+            elif pixels * (window - place) / window > 25 / finer:  # else it would run into the next half's first
                 label = f"{place * 1e3:.6g} ms"
                 yield f'<text class="q" x="{x:.4f}%" y="{bottom + 13}" text-anchor="middle">{label}</text>'
 

@@ -131,21 +131,29 @@ class Timeline:
     def __init__(self, recording: Recording, plan: PipelinePlan, clock: DeviceClock | None = None) -> None:
         self._recording = recording
         self._clock = clock
+        self._known: tuple[tuple[int, int], tuple[RecordedStep, ...]] = ((0, 0), ())
         self.plan = plan
 
     @property
     def steps(self) -> tuple[RecordedStep, ...]:
         """In the order in which they began. Waits for the kernels of those on accelerators."""
-        halves: dict[object, list[Half]] = {}
-        for half in list(self._recording.halves):
-            halves.setdefault(half.step, []).append(half)
+        halves = list(self._recording.halves)
+        state = (len(halves), sum(len(half.spans) for half in halves))
+        if state != self._known[0]:
+            self._known = (state, self._made(halves))
+        return self._known[1]
+
+    def _made(self, halves: Sequence[Half]) -> tuple[RecordedStep, ...]:
+        of_steps: dict[object, list[Half]] = {}
+        for half in halves:
+            of_steps.setdefault(half.step, []).append(half)
         return tuple(
             RecordedStep(
                 number,
                 of_step[0].schedule.microbatches,
                 tuple(_half(half, self._recording.start, self._clock) for half in of_step),
             )
-            for number, of_step in enumerate(halves.values())
+            for number, of_step in enumerate(of_steps.values())
         )
 
     @property
