@@ -210,6 +210,21 @@ def test_a_step_that_fails_leaves_a_readable_timeline(where: str, executor: str)
     assert sum(event.get("args", {}).get("failed", False) for event in parsed(timeline)) == 1
 
 
+def test_a_step_that_is_interrupted_is_not_complete(executor: str) -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), Call(lambda x: interrupt()), nn.Linear(3, 3)).double()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    model = GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=4, executor=executor)
+    with trace.record(model) as timeline, pytest.raises(KeyboardInterrupt):
+        model(rows(8, 3))
+    (step,) = timeline.steps
+    assert (step.is_complete, step.bubble) == (False, None)
+    assert "KeyboardInterrupt" in summary.described(step)
+    assert 'class="failed"' in timeline.to_html()
+
+
 def test_an_error_in_the_block_ends_the_recording() -> None:
     model = pipe()
     with pytest.raises(KeyError), trace.record(model) as timeline:
