@@ -91,6 +91,14 @@ def test_without_words_it_says_what_it_can(capsys: pytest.CaptureFixture[str]) -
         (["schedule", "--ranks", "9" * 30], "64 bits"),
         (["schedule", "--kind", "gpip"], "gpipe"),
         (["schedule", "--draw", "--json"], "--json"),
+        (["schedule", "--csv", "--json"], "--csv"),
+        (["schedule", "--kind", "interleaved_1f1b", "--microbatches", "9"], "with 8 or 10 it can"),
+        (["schedule", "--memory", "3"], "rank 0"),
+        (["schedule", "--costs", "no such file"], "no such file cannot be read"),
+        (["schedule", "--html", "/no such folder/page.html"], "cannot be written"),
+        (["schedule", "verify", "no such file"], "no such file cannot be read"),
+        (["schedule", "search", "--placement", "w"], "placement"),
+        (["schedule", "search", "--memory", "0.5"], "no schedule was found within the memory limit"),
         (["buckets"], "--model"),
         (["buckets", "--sizes", "1", "--model", "a:b"], "--sizes"),
         (["buckets", "--sizes", "1,,2"], "number 1"),
@@ -140,11 +148,62 @@ def test_schedule_draws_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_schedule_as_json_is_nothing_but_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "--ranks", "2", "--microbatches", "2", "--json"]) == 0
+def test_schedule_as_json_says_what_it_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"forward": 2, "input_grad": [2, 2, 2, 2], "transfer": 0.5}')
+    words = ["--kind", "zb_v", "--ranks", "2", "--microbatches", "3", "--costs", str(costs), "--json"]
+    assert main(["schedule", *words]) == 0
+    said = json.loads(capsys.readouterr().out)
+    schedule = torchrelay.schedules.make("zb_v", ranks=2, microbatches=3)
+    simulation = schedule.simulate(torchrelay.schedules.Costs(2, [2] * 4, transfer=0.5))
+    assert (said["kind"], said["ranks"], said["microbatches"]) == ("zb_v", 2, 3)
+    assert said["makespan"] == simulation.makespan
+    assert said["bubble_rate"] == simulation.bubble_rate
+    assert said["peak_memory"] == simulation.peak_memory
+    assert said["actions"] == [[str(action) for action in schedule.actions(rank)] for rank in range(2)]
+
+
+@pytest.mark.parametrize("form", ["json", "csv"])
+@pytest.mark.parametrize("kind", ["1f1b", "v_half", "dualpipe_v"])
+def test_what_is_printed_can_be_verified_and_simulated(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, form: str, kind: str
+) -> None:
+    file = tmp_path / f"{kind}.{form}"
+    assert main(["schedule", "--kind", kind, "--ranks", "2", "--microbatches", "4", f"--{form}"]) == 0
+    file.write_text(capsys.readouterr().out)
+    assert main(["schedule", "verify", str(file)]) == 0
+    assert f"{kind}: 2 ranks, " in capsys.readouterr().out
+    assert main(["simulate", str(file)]) == 0
+    makespan = torchrelay.schedules.make(kind, ranks=2, microbatches=4).simulate().makespan
+    assert f"makespan {makespan:g}, " in capsys.readouterr().out
+
+
+def test_compare_has_a_line_for_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "compare", "--ranks", "4", "--microbatches", "7", "--memory", "4"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert set(lines) == {"schedule", *torchrelay.schedules.names()}
+    assert lines["zb_v"].endswith("ok")
+    assert lines["gpipe"].endswith("too much memory")
+    assert "needs at least as many micro-batches as stages (8)" in lines["dualpipe_v"]
+
+
+def test_search_prints_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "search", "--ranks", "3", "--microbatches", "6", "--memory", "5"]) == 0
     out = capsys.readouterr().out
-    json.loads(out)
-    assert torchrelay.schedules.Schedule.from_json(out) == torchrelay.schedules.make("gpipe", ranks=2, microbatches=2)
+    assert "peak memory 5" in out
+    assert "proven bound" in out
+    assert main(["schedule", "search", "--ranks", "2", "--microbatches", "4", "--placement", "v", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["placement"] == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["page.html", "picture.svg"])
+def test_schedule_is_drawn_to_a_file(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    words = ["--kind", "dualpipe_v", "--ranks", "2", "--microbatches", "4", "--html", str(file)]
+    assert main(["schedule", *words]) == 0
+    text = file.read_text()
+    assert "forward of micro-batch 3 on stage 2: " in text
+    assert text.startswith("<!DOCTYPE html>" if name == "page.html" else "<svg ")
 
 
 @pytest.mark.parametrize(

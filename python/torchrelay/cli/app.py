@@ -40,18 +40,110 @@ def _options(
     pass
 
 
-@app.command()
+_schedule = typer.Typer(add_completion=False, rich_markup_mode=None)
+app.add_typer(_schedule, name="schedule", help="Make a schedule, verify it, and print it; or search, compare, verify.")
+
+_Ranks = Annotated[int, typer.Option(help="Devices in the pipeline.")]
+_Microbatches = Annotated[int, typer.Option(help="Pieces that a mini-batch is cut into.")]
+_CostsFile = Annotated[
+    str | None, typer.Option(metavar="FILE", help="JSON with the arguments of Costs; by default every part takes 1.")
+]
+_Memory = Annotated[float | None, typer.Option(help="What a rank may hold, in the unit of the costs' memory.")]
+_Draw = Annotated[bool, typer.Option("--draw", help="Draw who computes what, and when.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the schedule as JSON, and nothing else.")]
+_Csv = Annotated[bool, typer.Option("--csv", help="Print it as the CSV of torch's pipelining, and nothing else.")]
+_Html = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Write a page with a picture; or FILE.svg, that alone.")
+]
+
+
+@_schedule.callback(invoke_without_command=True)
 def schedule(
+    context: typer.Context,
     kind: Annotated[str, typer.Option(help="Which schedule; an unknown one is answered with the list.")] = "gpipe",
-    ranks: Annotated[int, typer.Option(help="Devices in the pipeline.")] = 4,
-    microbatches: Annotated[int, typer.Option(help="Pieces that a mini-batch is cut into.")] = 8,
-    draw: Annotated[bool, typer.Option("--draw", help="Draw who computes what, and when.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the schedule as JSON, and nothing else.")] = False,
+    ranks: _Ranks = 4,
+    microbatches: _Microbatches = 8,
+    stages_per_rank: Annotated[int | None, typer.Option(help="For kinds that leave it open.")] = None,
+    costs: _CostsFile = None,
+    memory: _Memory = None,
+    draw: _Draw = False,
+    json: _Json = False,
+    csv: _Csv = False,
+    html: _Html = None,
 ) -> None:
     """Make a schedule, verify it, and print it."""
+    if context.invoked_subcommand is not None:
+        return
     from torchrelay.cli.schedule import show
 
-    show(kind, ranks, microbatches, draw=draw, as_json=json)
+    show(
+        kind,
+        ranks,
+        microbatches,
+        costs=costs,
+        memory=memory,
+        stages_per_rank=stages_per_rank,
+        draw=draw,
+        as_json=json,
+        as_csv=csv,
+        html=html,
+    )
+
+
+@_schedule.command()
+def search(
+    ranks: _Ranks = 4,
+    microbatches: _Microbatches = 8,
+    costs: _CostsFile = None,
+    memory: _Memory = None,
+    placement: Annotated[str, typer.Option(metavar="loop|v", help="Where stages are.")] = "loop",
+    seconds: Annotated[float | None, typer.Option(help="How long; by default a fixed effort.")] = None,
+    draw: _Draw = False,
+    json: _Json = False,
+    csv: _Csv = False,
+    html: _Html = None,
+) -> None:
+    """Search the best schedule for the costs, and print it."""
+    from torchrelay.cli.schedule import search
+
+    search(
+        ranks,
+        microbatches,
+        costs=costs,
+        memory=memory,
+        placement=placement,
+        seconds=seconds,
+        draw=draw,
+        as_json=json,
+        as_csv=csv,
+        html=html,
+    )
+
+
+@_schedule.command()
+def compare(
+    ranks: _Ranks = 4, microbatches: _Microbatches = 8, costs: _CostsFile = None, memory: _Memory = None
+) -> None:
+    """Print bubble, makespan and memory of every kind; the costs are of a rank's whole work."""
+    from torchrelay.cli.schedule import compare
+
+    compare(ranks, microbatches, costs=costs, memory=memory)
+
+
+@_schedule.command()
+def verify(file: str, costs: _CostsFile = None, memory: _Memory = None) -> None:
+    """Say whether the schedule of a file, CSV or JSON, can be carried out."""
+    from torchrelay.cli.schedule import verify
+
+    verify(file, costs=costs, memory=memory)
+
+
+@app.command()
+def simulate(file: str, costs: _CostsFile = None) -> None:
+    """Print the schedule of a file, CSV or JSON, in time."""
+    from torchrelay.cli.schedule import simulate
+
+    simulate(file, costs=costs)
 
 
 @app.command()
