@@ -22,6 +22,7 @@ __all__ = [
     "make_gpipe",
     "make_schedule",
     "plan_streams",
+    "reduction_end",
     "schedule_names",
     "search_schedule",
     "verify_buckets",
@@ -64,6 +65,7 @@ def make_gpipe(
     ranks: int, microbatches: int, *, backward: bool = True, ascending: bool = False, recompute: str = "never"
 ) -> Schedule: ...
 def plan_streams(schedule: Schedule, devices: Sequence[int | None]) -> StreamPlan: ...
+def reduction_end(sizes: Sequence[int], ready: Sequence[float], latency: float, per_byte: float) -> float: ...
 def verify_buckets(keys: Sequence[int], sparse: Sequence[bool], buckets: Sequence[Sequence[int]]) -> None: ...
 def verify_partition(
     layers: Sequence[str],

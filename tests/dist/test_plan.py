@@ -181,3 +181,37 @@ def test_ranks_that_are_given_different_plans_are_told(rank, world):
     plans = [wrap(copy.deepcopy(module), bucket_cap_mb_list=caps)[0].plan for caps in ([0], [1])]
     message = raised(RankMismatchError, lambda: DistributedDataParallel(module, plan=plans[rank]))
     assert "given bucket 0" in message
+
+
+@every_option
+@on_ranks
+def test_sizes_chosen_for_the_link(rank, world, options):
+    module = nn.Sequential(*[nn.Linear(200, 200) for _ in range(8)]).double()  # 2.5 MiB
+    wrapped, plain = wrap(module, bucket_cap_mb="auto", **OPTIONS[options])
+    assert wrapped.plan.predicted is None
+    for seed in range(3):
+        samples = inputs(world, 2, 200, seed=seed)
+        wrapped.zero_grad()
+        plain.zero_grad()
+        loss(wrapped, samples[rank]).backward()
+        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+        assert_same_gradients(module, plain)
+        prediction = everywhere(wrapped.plan).predicted
+        assert prediction.backward > 0
+        assert prediction.latency > 0
+        assert "ms of the reduction are left" in str(wrapped.plan)
+
+
+@on_ranks
+def test_what_does_not_go_with_auto(rank, world):
+    module = mlp()
+    plan = wrap(copy.deepcopy(module))[0].plan
+    for options in ({"bucket_cap_mb_list": [1]}, {"plan": plan}):
+        message = raised(ValueError, lambda o=options: DistributedDataParallel(module, bucket_cap_mb="auto", **o))
+        assert "chooses the sizes" in message
+    assert "or \"auto\"" in raised(ValueError, lambda: DistributedDataParallel(module, bucket_cap_mb="25"))
+    if rank == 0:
+        options = {"bucket_cap_mb": "auto"}
+    else:
+        options = {}
+    assert "option" in raised(RankMismatchError, lambda: DistributedDataParallel(module, **options))

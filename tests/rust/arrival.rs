@@ -4,7 +4,9 @@
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use torchrelay_core::{Error, agreed_order, assign_buckets, buckets_by_arrival, verify_buckets};
+use torchrelay_core::{
+    Error, agreed_order, assign_buckets, buckets_by_arrival, reduction_end, verify_buckets,
+};
 
 #[derive(Debug, Clone)]
 struct Case {
@@ -97,4 +99,20 @@ fn buckets_that_cannot_be_carried_out() {
     for (buckets, index) in [(vec![vec![0], vec![1]], 2), (vec![vec![0], vec![0]], 0), (vec![vec![3]], 3)] {
         assert_eq!(verify(&buckets), Err(Error::NotAPartition { what: "buckets", index }));
     }
+}
+
+#[test]
+fn a_bucket_waits_for_its_gradients_and_for_the_link() {
+    let end = |ready: &[f64]| reduction_end(&[10, 40, 5], ready, 1.0, 0.1).unwrap();
+    assert!((end(&[1.0, 2.0, 9.0]) - 10.5).abs() < 1e-9);
+    assert!((end(&[1.0, 2.0, 2.0]) - 9.5).abs() < 1e-9); // 1, then 2 + 5 + 1.5 without a pause
+    assert!((end(&[0.0; 3]) - 8.5).abs() < 1e-9);
+    assert!(matches!(
+        reduction_end(&[1], &[], 0.0, 0.0),
+        Err(Error::LengthsDiffer { length: 0, expected: 1, .. })
+    ));
+    assert!(matches!(
+        reduction_end(&[-1], &[0.0], 0.0, 0.0),
+        Err(Error::NegativeSize { position: 0, value: -1 })
+    ));
 }

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-__all__ = ["forward_sync", "one_device", "refuse_missing"]
+__all__ = ["checked_auto", "forward_sync", "one_device", "refuse_missing"]
 
 _INSTEAD = {
     "delay_all_reduce_named_params": "reduces some gradients only after all others; every gradient is reduced with its "
@@ -27,6 +27,21 @@ def refuse_missing(options: Mapping[str, object]) -> None:
     for name, value in options.items():
         if value is not None and value is not False:
             raise NotImplementedError(f"{name} is not supported: it {_INSTEAD[name]}")
+
+
+def checked_auto(cap: object, caps: object, plan: object) -> bool:
+    """Whether the sizes of buckets are left to the cost model.
+
+    Raises:
+        ValueError: They are, and are given as well; or `cap` is another text.
+    """
+    if not isinstance(cap, str):
+        return False
+    if cap != "auto":
+        raise ValueError(f'bucket_cap_mb is a number of MiB, or "auto", but is {cap!r}')
+    if caps is not None or plan is not None:
+        raise ValueError('bucket_cap_mb="auto" chooses the sizes: leave out bucket_cap_mb_list and plan')
+    return True
 
 
 def forward_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:

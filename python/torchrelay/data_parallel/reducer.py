@@ -22,6 +22,7 @@ Which parameters were used, and which rank has met trouble, travels as extra ele
 import contextlib
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -60,7 +61,9 @@ class Reducer:
         watch: What waits for them.
         as_views: Whether gradients become views of the buckets' memory.
         hook: What is called for a bucket in place of the average, if anything.
-        replan: Makes the plan anew for an order of arrival, as soon as one is known; None: the plan stays.
+        replan: Makes the plan anew for an order of arrival and the seconds that a backward takes by itself, as soon as
+            these are known; None: the plan stays.
+        always: Also if there is one bucket, which no order changes.
 
     Attributes:
         plan: What is carried out.
@@ -79,10 +82,12 @@ class Reducer:
         *,
         as_views: bool,
         hook: CommHook | None = None,
-        replan: Callable[[list[int]], BucketPlan] | None = None,
+        replan: Callable[[list[int], float], BucketPlan] | None = None,
+        always: bool = False,
     ) -> None:
         self.plan = plan
-        self._replan = replan if len(plan.buckets) > 1 else None
+        self._replan = replan if len(plan.buckets) > 1 or always else None
+        self._began = 0.0
         self._parameters = inventory.tensors
         self._as_views = as_views
         self.enabled = True
@@ -170,6 +175,8 @@ class Reducer:
             self._bare = frozenset()
             self._muted = False
             self._share = self._part() if self._reducing else None
+            if self._replan is not None:
+                self._began = time.perf_counter()
             self._readiness.start(self._reducing)
 
     def _part(self) -> Part | None:
@@ -246,7 +253,7 @@ class Reducer:
                 self._flying.clear()
             self.backwards += 1
             if self._replan is not None:
-                self._rearrange([])
+                self._rearrange([], 0.0)
 
     # --- the course of a backward
 
@@ -277,6 +284,7 @@ class Reducer:
         """The outermost backward is over, without error so far."""
         with self._lock, torch.no_grad():
             try:
+                took = time.perf_counter() - self._began
                 if self._reducing:
                     self._reduce_rest()
                     self._unreduced = 0
@@ -293,9 +301,9 @@ class Reducer:
             arrival = self._readiness.arrival if self._reducing and self._replan is not None else []
             self._readiness.finish()
             if self._reducing and self._replan is not None:
-                self._rearrange(arrival)
+                self._rearrange(arrival, took)
 
-    def _rearrange(self, arrival: list[int]) -> None:
+    def _rearrange(self, arrival: list[int], took: float) -> None:
         """Plans anew, after the first reduced backward, for the order in which gradients have arrived.
 
         What counts is the rank where a gradient arrives last, since its message waits for that; so one message tells
@@ -303,12 +311,14 @@ class Reducer:
         """
         assert self._replan is not None
         replan, self._replan = self._replan, None
-        latest = torch.full((len(self._names),), -1, dtype=torch.int64)
+        latest = torch.full((len(self._names) + 1,), -1, dtype=torch.int64)
         latest[arrival] = torch.arange(len(arrival))
+        latest[-1] = int(took * 1e9)  # nothing was sent meanwhile: the first backward sends at its end
         with torch.no_grad():
             agreed = latest.to(self._used.device)
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._average.group)
-            before, self.plan = self.plan, replan(agreed_order(agreed.tolist()))
+            *positions, nanoseconds = agreed.tolist()
+            before, self.plan = self.plan, replan(agreed_order(positions), nanoseconds * 1e-9)
             if [bucket.members for bucket in self.plan.buckets] == [bucket.members for bucket in before.buckets]:
                 return
             old = self._storage

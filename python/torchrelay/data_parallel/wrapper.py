@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 from torchrelay.data_parallel.agreement import agree
 from torchrelay.data_parallel.broadcast import BufferSync, broadcast_from
 from torchrelay.data_parallel.comm_hook import CommHook
-from torchrelay.data_parallel.options import forward_sync, one_device, refuse_missing
+from torchrelay.data_parallel.link import measure_link
+from torchrelay.data_parallel.options import checked_auto, forward_sync, one_device, refuse_missing
 from torchrelay.data_parallel.outputs import watch_outputs
 from torchrelay.data_parallel.parameters import Inventory, named_buffer_slots, take_inventory
 from torchrelay.data_parallel.reducer import Reducer
@@ -24,7 +25,8 @@ from torchrelay.data_parallel.uneven import Round, StandIn, find_last, meet
 from torchrelay.data_parallel.waiting import Place, Watch, time_limit
 from torchrelay.data_parallel.weights import checked_weight
 from torchrelay.errors import ReductionError
-from torchrelay.planning.bucket_plan import BucketPlan, bind_plan, bucket_limits, plan_buckets
+from torchrelay.planning.bucket_cost import Link, plan_for_link
+from torchrelay.planning.bucket_plan import BucketPlan, ParameterFacts, bind_plan, bucket_limits, plan_buckets
 
 __all__ = ["DistributedDataParallel"]
 
@@ -58,7 +60,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         init_sync: False: neither compare nor copy anything at construction. The caller vouches for equal modules.
         process_group: The ranks; all of them by default.
         bucket_cap_mb: At how many MiB a bucket is closed; 25 by default. The first one formed, which is reduced last,
-            is closed at 1 MiB.
+            is closed at 1 MiB. "auto": latency and bandwidth of the group are measured at construction and the time of
+            the first backward, and from then on sizes are those that a cost model finds best.
         find_unused_parameters: Accepted; unused parameters are always found.
         check_reduction: Not supported.
         gradient_as_bucket_view: Gradients below 1 MiB become views of the bucket's memory, which saves a copy; they are
@@ -101,7 +104,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | str | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -132,7 +135,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "mixed_precision": mixed_precision,
             }
         )
-        self._limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list)
+        self._auto = checked_auto(bucket_cap_mb, bucket_cap_mb_list, plan)
+        self._limits = bucket_limits(None if isinstance(bucket_cap_mb, str) else bucket_cap_mb, bucket_cap_mb_list)
         self.device_ids = None if device_ids is None else list(device_ids)
         self.output_device = output_device
         self.dim = dim
@@ -156,6 +160,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if init_sync:
             self._agree(inventory)
             self._copy_from(0, include_buffers=broadcast_buffers is not False)
+        self._link = measure_link(self.process_group, self._device_of(inventory)) if self._auto else None
         self._connect(inventory)
 
     # --- training
@@ -324,7 +329,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def join_device(self) -> torch.device:
         """A device that the group can send from."""
-        return next((parameter.device for parameter in self._inventory.tensors), torch.device("cpu"))
+        return self._device_of(self._inventory)
+
+    @staticmethod
+    def _device_of(inventory: Inventory) -> torch.device:
+        return next((parameter.device for parameter in inventory.tensors), torch.device("cpu"))
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -351,7 +360,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             if (held := owner.get(key)) is not None
         ]
         given = [] if self._given_plan is None else [str(bucket.names) for bucket in self._given_plan.buckets]
-        options = [f"bucket limits {self._limits} bytes", f"buffers are broadcast: {self.forward_sync_buffers}"]
+        limits = "chosen for the link" if self._auto else f"{self._limits} bytes"
+        options = [f"bucket limits {limits}", f"buffers are broadcast: {self.forward_sync_buffers}"]
         ignored = sorted(self.parameters_to_ignore)
         where = Place(self._backwards, -1, "the comparison of the ranks' modules")
         agree(
@@ -382,11 +392,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Makes the plan and what carries it out; asks nothing of other ranks."""
         self._inventory = inventory
         world_size = dist.get_world_size(self.process_group)
-        plan_anew = functools.partial(plan_buckets, inventory.facts, self._limits, world_size=world_size)
         if self._given_plan is None:
-            self._first_plan = plan_anew()
+            self._first_plan = plan_buckets(inventory.facts, self._limits, world_size=world_size)
         else:
             self._first_plan = bind_plan(self._given_plan, inventory.facts, world_size=world_size)
+        replan: Callable[[list[int], float], BucketPlan] | None = None
+        if self._given_plan is None:
+            replan = functools.partial(_plan_anew, inventory.facts, self._limits, self._link, world_size)
         self._sync_buffers = BufferSync(self.module, self.parameters_to_ignore, self.process_group, self._watch)
         self._reducer = (
             Reducer(
@@ -396,7 +408,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                 self._watch,
                 as_views=self.gradient_as_bucket_view,
                 hook=self._comm_hook,
-                replan=None if self._given_plan is not None else lambda arrival: plan_anew(arrival=arrival),
+                replan=replan,
+                always=self._auto,
             )
             if self._first_plan.buckets
             else None
@@ -523,6 +536,20 @@ class DistributedDataParallel(nn.Module, Joinable):
         plan = self.plan
         gradients = sum(len(bucket.names) for bucket in plan.buckets)
         return f"{gradients} gradients in {len(plan.buckets)} buckets, averaged over {plan.world_size} ranks"
+
+
+def _plan_anew(
+    facts: Sequence[ParameterFacts],
+    limits: Sequence[int],
+    link: Link | None,
+    world_size: int,
+    arrival: Sequence[int],
+    backward: float,
+) -> BucketPlan:
+    """The plan for an order of arrival: the same on every rank that passes the same."""
+    if link is None:
+        return plan_buckets(facts, limits, world_size=world_size, arrival=arrival)
+    return plan_for_link(facts, arrival, backward, link, world_size=world_size)
 
 
 def _group(group: dist.ProcessGroup | None, mesh: "DeviceMesh | None") -> dist.ProcessGroup:

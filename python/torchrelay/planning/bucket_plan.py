@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from torchrelay import _core
 from torchrelay.errors import PlanError
 
-__all__ = ["Bucket", "BucketPlan", "ParameterFacts", "bind_plan", "bucket_limits", "plan_buckets"]
+__all__ = ["Bucket", "BucketPlan", "ParameterFacts", "Prediction", "bind_plan", "bucket_limits", "plan_buckets"]
 
 MIB = 1 << 20
 FIRST_BUCKET_BYTES = MIB
@@ -66,15 +66,36 @@ class Bucket:
 
 
 @dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What the cost model says of a plan, in seconds: `exposed` is how much of the reduction is left when a backward of
+    `backward` is over, on a link with this `latency` and time `per_byte`.
+    """
+
+    backward: float
+    exposed: float
+    latency: float
+    per_byte: float
+
+    def __str__(self) -> str:
+        rate = f"{1e-9 / self.per_byte:.3g} GB/s" if self.per_byte else "no limit of bandwidth"
+        return (
+            f"predicted: {1e3 * self.exposed:.3g} ms of the reduction are left when a backward of "
+            f"{1e3 * self.backward:.3g} ms is over (link: {1e3 * self.latency:.3g} ms, {rate})"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class BucketPlan:
     """The buckets of a data-parallel step in the order in which they are reduced over `world_size` ranks.
 
     `source` tells what the order was taken from: "definition", "arrival" (of the gradients, in a backward), or "given".
+    `predicted` is there if the sizes were chosen by the cost model.
     """
 
     buckets: tuple[Bucket, ...]
     world_size: int
     source: str = "definition"
+    predicted: Prediction | None = None
 
     @property
     def bytes(self) -> int:
@@ -146,7 +167,10 @@ class BucketPlan:
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([head, *("  " + line.rstrip() for line in lines)]) if self.buckets else head
+        if not self.buckets:
+            return head
+        tail = [] if self.predicted is None else [str(self.predicted)]
+        return "\n".join([head, *("  " + line.rstrip() for line in lines), *tail])
 
 
 def bucket_limits(cap_mib: float | None = None, caps_mib: Iterable[float] | None = None) -> list[int]:

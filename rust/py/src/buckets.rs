@@ -1,4 +1,4 @@
-//! Buckets: `assign_buckets`, `buckets_by_arrival`, `agreed_order`, `verify_buckets`.
+//! Buckets: `assign_buckets`, `buckets_by_arrival`, `agreed_order`, `verify_buckets`, `reduction_end`.
 
 use pyo3::prelude::*;
 
@@ -67,4 +67,17 @@ pub fn verify_buckets(
     let keys = integers("the key of the parameter", keys)?;
     let sparse = bools("the expected sparse gradient", sparse)?;
     torchrelay_core::verify_buckets(&keys, &sparse, &buckets).map_err(to_py)
+}
+
+/// When the last of these buckets is through.
+#[pyfunction]
+#[allow(clippy::needless_pass_by_value)] // what pyo3 converts is owned
+pub fn reduction_end(
+    sizes: &Bound<'_, PyAny>,
+    ready: Vec<f64>,
+    latency: f64,
+    per_byte: f64,
+) -> PyResult<f64> {
+    let sizes = integers("the size of the bucket", sizes)?;
+    torchrelay_core::reduction_end(&sizes, &ready, latency, per_byte).map_err(to_py)
 }

@@ -2,8 +2,10 @@
 
 mod arrival;
 mod assign;
+mod overlap;
 mod readiness;
 
 pub use arrival::{agreed_order, buckets_by_arrival, verify_buckets};
 pub use assign::{Buckets, assign_buckets};
+pub use overlap::reduction_end;
 pub use readiness::{Phase, Readiness};
