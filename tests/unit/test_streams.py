@@ -320,6 +320,10 @@ def test_kernels_are_timed_on_their_streams_while_somebody_records() -> None:
     # Two lanes mark by turns, so that a task has at least one step of the device's clock, and starts after the origins.
     assert all(task.end - task.start > 0.099 and task.start > 0.05 for task in on_device)
     assert "measured on the device: " in timeline.to_svg()
+    # By the device's clock the forward takes long, which the caller does not wait for.
+    forward, backward = timeline.steps[0].halves
+    assert forward.time > 0.5
+    assert backward.start == forward.end
 
 
 def test_a_task_that_fails_on_a_stream_has_the_times_of_its_lane() -> None:

@@ -53,7 +53,7 @@ class RecordedHalf:
 
     Attributes:
         name: "forward" or "backward".
-        start: when the caller began it.
+        start: when the caller began it, and devices were through with the one before.
         end: when its last task ended.
         tasks: those that ran, by partition and time.
         planned: those of the plan, if each took as long as it did and began as soon as the plan allows.
@@ -144,16 +144,15 @@ class Timeline:
         return self._known[1]
 
     def _made(self, halves: Sequence[Half]) -> tuple[RecordedStep, ...]:
-        of_steps: dict[object, list[Half]] = {}
+        of_steps: dict[object, tuple[int, list[RecordedHalf]]] = {}
+        settled = 0.0  # when devices were through with all that was begun before
         for half in halves:
-            of_steps.setdefault(half.step, []).append(half)
+            made = _half(half, self._recording.start, self._clock, settled)
+            of_steps.setdefault(half.step, (half.schedule.microbatches, []))[1].append(made)
+            settled = max([settled, *(task.end for task in made.tasks if task.on_device)])
         return tuple(
-            RecordedStep(
-                number,
-                of_step[0].schedule.microbatches,
-                tuple(_half(half, self._recording.start, self._clock) for half in of_step),
-            )
-            for number, of_step in enumerate(of_steps.values())
+            RecordedStep(number, microbatches, tuple(of_step))
+            for number, (microbatches, of_step) in enumerate(of_steps.values())
         )
 
     @property
@@ -262,9 +261,11 @@ def _spans(half: Half, clock: DeviceClock | None) -> list[TaskSpan]:
     return sorted(spans, key=lambda span: (span.rank, span.start))
 
 
-def _half(half: Half, origin: int, clock: DeviceClock | None) -> RecordedHalf:
+def _half(half: Half, origin: int, clock: DeviceClock | None, settled: float) -> RecordedHalf:
     spans = _spans(half, clock)
-    start = (half.start - origin) / 1e9
+    # A caller that does not wait for devices is ahead of them: a half begins when they are through with the one before.
+    first = min((span.start - origin for span in spans), default=0) / 1e9
+    start = max((half.start - origin) / 1e9, min(settled, first))
     tasks = tuple(
         RecordedTask(
             span.kind,
