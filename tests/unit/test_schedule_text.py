@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torchrelay import schedules
-from torchrelay.errors import PlanError
+from torchrelay.errors import PlanError, ScheduleError
 from torchrelay.schedules import Action, Costs, Schedule
 
 pipelining: ModuleType = pytest.importorskip("torch.distributed.pipelining.schedules")
@@ -112,6 +112,7 @@ def test_files_of_torch_are_read(name: str, ranks: int, microbatches: int, tmp_p
     again._dump_csv(path, "compute_comms")
     lowered = Schedule.from_csv(path.read_text())
     assert lowered.to_csv() == path.read_text()
+    lowered.verify()
     assert lowered.placement == schedule.placement
 
 
@@ -253,6 +254,19 @@ def test_lowered_schedules_are_loaded_and_simulated_by_torch(
             [str(a) for a in list_ if "_" in str(a) and not a.sub_actions] for list_ in (loaded[rank], actions)
         )
         assert sorted(mine) == sorted(others)
+
+
+def test_receives_that_torch_defers_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.csv"
+    for name, message in (("1f1b", "deadlock, unless sends are buffered"), ("zb_v", "not what is received here")):
+        schedule = schedules.make(name, ranks=4, microbatches=8)
+        path.write_text(schedule.to_csv())
+        runtime = torch_runtime(4, schedule.stages, 8)
+        runtime._defer_pp_recv = True
+        runtime._load_csv(path, "compute_only")
+        runtime._dump_csv(path, "compute_comms")
+        with pytest.raises(ScheduleError, match=message):
+            Schedule.from_csv(path.read_text()).verify()
 
 
 def test_torch_before_2_15_knows_no_waits() -> None:
