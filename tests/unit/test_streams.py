@@ -320,9 +320,14 @@ def test_kernels_are_timed_on_their_streams_while_somebody_records() -> None:
     # Two lanes mark by turns, so that a task has at least one step of the device's clock, and starts after the origins.
     assert all(task.end - task.start > 0.099 and task.start > 0.05 for task in on_device)
     assert "measured on the device: " in timeline.to_svg()
-    # By the device's clock the forward takes long, which the caller does not wait for.
+
+
+def test_a_half_on_devices_begins_when_they_are_through_with_the_one_before() -> None:
+    model, _, _ = on_streams([0, 1], 2, "never")
+    with trace.record(model) as timeline:
+        model(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
     forward, backward = timeline.steps[0].halves
-    assert forward.time > 0.5
+    assert forward.time > 0.5  # by the devices' clock, for which the caller does not wait
     assert backward.start == forward.end
 
 
