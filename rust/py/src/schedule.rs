@@ -181,6 +181,10 @@ impl Schedule {
     }
 
     /// Raises `ScheduleError` unless the schedule can be carried out, within a limit of memory if there is one.
+    ///
+    /// `memory_limit` is one number for every rank, or one for each, in the units of the memory of `costs` (by default
+    /// one micro-batch's activations of one stage). The error's `reason` is a sentence with the first action at fault, its
+    /// `picture` the few lines around it.
     #[pyo3(signature = (*, memory_limit=None, costs=None))]
     fn verify(
         &self,
@@ -199,7 +203,12 @@ impl Schedule {
         verdict.map_err(|error| self.refused(error))
     }
 
-    /// The schedule with all that is needed to carry it out on several ranks.
+    /// The schedule with all that is needed to carry it out on several ranks: sends, receives, reductions.
+    ///
+    /// `waits=False` leaves out waits for sends and reductions, which torch before 2.15 does not know. `recompute`
+    /// (`"never"`, `"except_last"`, `"always"`) says which micro-batches are recomputed before their backward,
+    /// `unsharded` how many of its stages a rank may hold unsharded at a time, if their weights are sharded. Raises
+    /// `ScheduleError` if the schedule cannot be carried out, `PlanError` if it has been lowered before.
     #[pyo3(signature = (*, waits=true, recompute="never", unsharded=None))]
     fn lower(
         &self,
@@ -215,7 +224,7 @@ impl Schedule {
             .map_err(|error| self.refused(error))
     }
 
-    /// What ranks compute, without all else.
+    /// What ranks compute, without all else: what was lowered.
     fn computations(&self, py: Python<'_>) -> PyResult<Self> {
         py.detach(|| self.0.computations()).map(Self).map_err(to_py)
     }
@@ -247,12 +256,13 @@ impl Schedule {
         py.detach(|| self.0.draw(width))
     }
 
-    /// The schedule as CSV, as torch reads it.
+    /// The schedule as CSV, as torch reads it: a row for each rank, an action in each cell. The name is not in it.
     fn to_csv(&self, py: Python<'_>) -> String {
         py.detach(|| self.0.to_csv())
     }
 
-    /// The schedule that was written as CSV, by torch or here.
+    /// The schedule that was written as CSV, by torch or here, with the given name; raises `PlanError` with line and
+    /// column. What it says still has to be verified.
     #[classmethod]
     #[pyo3(signature = (text, *, name="csv"))]
     fn from_csv(_class: &Bound<'_, PyType>, py: Python<'_>, text: &str, name: &str) -> PyResult<Self> {
