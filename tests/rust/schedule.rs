@@ -493,6 +493,26 @@ fn refusals_are_drawn_with_what_is_near() {
 }
 
 #[test]
+fn a_long_circle_is_cut_to_a_readable_length() {
+    // Twice around a ring, and every rank begins with the second time.
+    let ranks = 20;
+    let placement: Vec<_> = (0..2 * ranks).map(|stage| stage % ranks).collect();
+    let list =
+        |rank| [rank + ranks, rank].map(|stage| Action::new(Kind::Forward, stage, Some(0)).unwrap()).to_vec();
+    let schedule = Schedule::new("ring", &placement, 1, false, (0..ranks).map(list).collect()).unwrap();
+    let error = schedule.verify().unwrap_err();
+    let Error::Deadlock { cycle } = &error else { panic!("{error}") };
+    assert!(is_a_cycle(&schedule, cycle));
+    assert_eq!(cycle.len(), ranks);
+    let message = error.to_string();
+    assert_eq!(message.matches("waits for").count(), 8, "{message}");
+    assert!(message.ends_with("; and 12 more, back to the first"), "{message}");
+    let picture = schedule.picture_of(&error).unwrap();
+    assert_eq!(picture.lines().count(), 10, "{picture}");
+    assert!(picture.contains("... 12 more ranks"), "{picture}");
+}
+
+#[test]
 fn messages_of_transfers_say_what_is_wrong() {
     let table: [(&[usize], &str, &str); 6] = [
         (&[0, 1], "0F0 0RECV_B0 0B0\n1F0 1B0 1SEND_B0", "1RECV_F0 is missing on rank 1"),

@@ -478,8 +478,15 @@ fn no_peer(kind: Kind, same_rank: bool) -> String {
     }
 }
 
+/// All links of a chain, or the first ones of a long chain.
 fn chain(cycle: &[Blocked]) -> String {
-    cycle.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+    const READABLE: usize = 8;
+    let mut links: Vec<_> = cycle.iter().take(READABLE).map(ToString::to_string).collect();
+    match cycle.len().saturating_sub(READABLE) {
+        0 => {}
+        more => links.push(format!("and {more} more, back to the first")),
+    }
+    links.join("; ")
 }
 
 fn list<P: ToString>(what: &str, problems: &[P]) -> String {
