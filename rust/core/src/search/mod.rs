@@ -19,6 +19,9 @@ use problem::Problem;
 /// How many actions are placed in the search for a better rule, unless it is chosen.
 const EFFORT: usize = 3_000_000;
 
+/// Schedules of more actions than this are searched by a few rules only, unless the effort is chosen.
+const LARGE: usize = 20_000;
+
 /// What a search found.
 #[derive(Debug, Clone)]
 pub struct Found {
@@ -59,13 +62,15 @@ pub fn search(
     costs.check(Some(placement.len()))?;
     check_limit(limit, ranks)?;
     let problem = Problem::new(ranks, microbatches, placement, costs, limit)?;
-    let effort = effort.unwrap_or_else(|| EFFORT / (3 * placement.len() * microbatches));
+    let actions = 3 * placement.len() * microbatches;
+    let is_large = effort.is_none() && actions > LARGE;
+    let effort = effort.unwrap_or(if is_large { 0 } else { EFFORT / actions });
     let mut best = Best { problem: &problem, placement, costs, found: None };
     for &maker in Maker::ALL {
         best.try_maker(maker)?;
     }
     let mut tried = Vec::new();
-    for rules in portfolio(&problem) {
+    for rules in portfolio(&problem, is_large) {
         if best.found.is_some() && !keep_on() {
             break;
         }
@@ -82,7 +87,7 @@ pub fn search(
             best.offer(outcome)?;
         }
     }
-    if let Some((schedule, simulation)) = &best.found
+    if let Some((schedule, simulation)) = best.found.as_ref().filter(|_| effort > 0)
         && let Some(outcome) = reorder(&problem, schedule, simulation.cost(), lower_bound, effort, keep_on)
     {
         best.offer(outcome)?;
@@ -118,6 +123,14 @@ impl Best<'_> {
         if !stages.is_multiple_of(p) {
             return Ok(());
         }
+        // With one stage on each rank these are other makers' schedules under other names.
+        let doubled = [Maker::LoopedBfs, Maker::InterleavedZb];
+        // These keep all forwards' activations, those of a rank's first stage at the least.
+        let keeps_all = [Maker::Gpipe, Maker::LoopedBfs].contains(&maker)
+            && self.problem.holds_all_forwards() == Some(false);
+        if stages == p && doubled.contains(&maker) || keeps_all {
+            return Ok(());
+        }
         // Most are for another number of stages, or for other numbers of micro-batches.
         let Ok(schedule) = maker.make(p, m, Some(stages / p)) else { return Ok(()) };
         if schedule.placement().eq(self.placement.iter().copied()) {
@@ -151,13 +164,14 @@ impl Best<'_> {
 }
 
 /// Rules to begin with, the same for all ranks but for their place in the pipeline.
-fn portfolio(problem: &Problem) -> Vec<Vec<Rule>> {
+fn portfolio(problem: &Problem, is_large: bool) -> Vec<Vec<Rule>> {
     let p = problem.ranks();
     let stages = problem.stages.len();
     let many = stages > p;
     let mut all = Vec::new();
     let kept: &[f64] = if many { &[0.0, 0.5, 1.0] } else { &[0.0] };
-    for &patience in &[1.0, 0.5, 0.0] {
+    let patiences: &[f64] = if is_large { &[1.0] } else { &[1.0, 0.5, 0.0] };
+    for &patience in patiences {
         for &in_turn in &[true, false] {
             for &kept in kept {
                 for ahead in 0..3 {

@@ -75,6 +75,23 @@ impl Problem {
         1e-9 * self.limit.get(rank).copied().unwrap_or(0.0).abs()
     }
 
+    /// Whether every rank has memory for the forwards of all micro-batches of its first stage; `None` if forwards free memory.
+    #[allow(clippy::cast_precision_loss)] // at most 2^24
+    pub(super) fn holds_all_forwards(&self) -> Option<bool> {
+        let mut holds = true;
+        for (rank, stages) in self.held.iter().enumerate() {
+            let Some(stage) = stages.first().and_then(|&stage| self.stages.get(stage)) else { continue };
+            if stage.memory[0] < 0.0 {
+                return None;
+            }
+            holds &= self
+                .limit
+                .get(rank)
+                .is_some_and(|limit| self.m as f64 * stage.memory[0] <= limit + self.slack(rank));
+        }
+        Some(holds)
+    }
+
     /// The time that a rank works for a step, at the least.
     #[allow(clippy::cast_precision_loss)] // at most 2^24
     pub(super) fn work(&self, rank: usize) -> f64 {
