@@ -13,10 +13,12 @@ from torchrelay.planning.partitions import PipelinePlan, plan_partitions
 from torchrelay.runtime.buffers import BufferWatch
 from torchrelay.runtime.direct import call_directly
 from torchrelay.runtime.lanes import Lanes
+from torchrelay.runtime.pipeline import Pipeline
+from torchrelay.runtime.programs import Programs
 from torchrelay.runtime.randomness import RandomnessWatch
 from torchrelay.runtime.recording import Recorder, is_profiling
 from torchrelay.runtime.skips import SkipRoutes
-from torchrelay.runtime.step import Pipeline, Programs, Step
+from torchrelay.runtime.step import run_step
 from torchrelay.runtime.streams import Streams
 
 __all__ = ["GPipe"]
@@ -153,22 +155,20 @@ class GPipe(nn.Module):
     def _step(self, input: Any) -> Any:  # noqa: A002
         # With one partition nothing runs at the same time, and a lane would only cost.
         lanes = self._lanes if self.executor != "serial" and len(self.partitions) > 1 else None
-        step = Step(
-            Pipeline(
-                list(self.partitions),
-                self.devices,
-                self._watches,
-                self._randomness,
-                self._routes,
-                lanes,
-                self._streams,
-                self.batch_dim,
-                self._recorder,
-                self._gathers,
-                self.executor == "auto" and all(device.type == "cpu" for device in self.devices),
-            )
+        pipeline = Pipeline(
+            list(self.partitions),
+            self.devices,
+            self._watches,
+            self._randomness,
+            self._routes,
+            lanes,
+            self._streams,
+            self.batch_dim,
+            self._recorder,
+            self._gathers,
+            self.executor == "auto" and all(device.type == "cpu" for device in self.devices),
         )
-        return step.forward(input, self.chunks, self._programs_for)
+        return run_step(pipeline, input, self.chunks, self._programs_for)
 
     def _is_one_task(self) -> bool:
         """Whether the plan has one task, which nothing has to be told of."""

@@ -1,0 +1,49 @@
+"""A verified schedule, as the runtime carries it out."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchrelay._core import Schedule
+from torchrelay.runtime.choice import Choice
+from torchrelay.runtime.order import Order
+from torchrelay.runtime.streams import HalfStreams, StreamPrograms, Streams
+
+__all__ = ["Programs"]
+
+
+class Programs(NamedTuple):
+    """A schedule taken apart: each rank's orders of the forward and of the backward, and what is recomputed.
+
+    `recomputed` holds (micro-batch, stage); `streams` is None without accelerators.
+    """
+
+    schedule: Schedule
+    forward: Sequence[Sequence[Order]]
+    backward: Sequence[Sequence[Order]]
+    recomputed: frozenset[tuple[int | None, int]]
+    streams: StreamPrograms | None
+    choices: tuple[Choice, Choice]  # of the forward and of the backward
+
+    @classmethod
+    def of(cls, schedule: Schedule, streams: Streams | None = None) -> "Programs":
+        """Verify and take apart.
+
+        Raises:
+            ScheduleError: a schedule that is incomplete, out of order or would deadlock.
+            StreamError: a plan of its streams in which something may come too early.
+        """
+        schedule.verify()
+        ranks = [schedule.actions(rank) for rank in range(schedule.ranks)]
+        tasks = schedule.stages * schedule.microbatches
+        return cls(
+            schedule,
+            [[Order.of(action) for action in actions if action.kind == "F"] for actions in ranks],
+            [[Order.of(action) for action in actions if action.kind in ("R", "B")] for actions in ranks],
+            frozenset((a.microbatch, a.stage) for actions in ranks for a in actions if a.kind == "R"),
+            None if streams is None else StreamPrograms(schedule, streams.indices),
+            (Choice(tasks), Choice(tasks)),
+        )
+
+    def half_streams(self, streams: Streams | None) -> HalfStreams | None:
+        """The streams of a forward or of a backward that begins; None where the caller's are used."""
+        return None if streams is None or self.streams is None else HalfStreams(streams, self.streams)
