@@ -1,6 +1,7 @@
 //! The verification against a simulator that shares nothing with it: it counts, then tries to carry the schedule out, twice.
 //!
-//! Random valid schedules of every form are changed at random, 120 000 times, and both must agree on every one.
+//! Random valid schedules of every form are changed at random, 120 000 times, and both must agree on every one. What is
+//! lowered must be right for both as well.
 
 #![allow(clippy::indexing_slicing, clippy::panic, clippy::unwrap_used)] // helpers of tests, which clippy does not know as such
 
@@ -553,4 +554,40 @@ fn the_verification_and_the_simulator_agree_on_random_changes() {
         assert!(refused.get(name).is_some_and(|&count| count > 20), "{name}: {refused:?}");
     }
     assert_eq!(refused.len(), all.len(), "{refused:?}");
+}
+
+#[test]
+fn whatever_can_be_carried_out_can_be_lowered() {
+    let mut random = Random(2);
+    let mut lowered = 0;
+    for _ in 0..4_000 {
+        let mut parts = valid(&mut random);
+        for rank in 0..parts.lists.len() {
+            // Some pairs that overlap, wherever that is possible.
+            let fits = |at: usize| {
+                let mut paired = parts.clone();
+                paired.overlaps[rank].push(at);
+                paired.schedule().verify().is_ok().then_some(paired)
+            };
+            if let Some(paired) = (0..parts.lists[rank].len()).find_map(fits) {
+                parts = paired;
+            }
+        }
+        let schedule = parts.schedule();
+        let options = Lowering {
+            waits: random.coin(),
+            recompute: [Recompute::Never, Recompute::Always][random.below(2)],
+            unsharded: None,
+        };
+        match schedule.lower(options) {
+            Ok(result) => {
+                assert_eq!(result.verify(), Ok(()), "{}", result.to_csv());
+                assert!(can_be_carried_out(&result), "{}", result.to_csv());
+                lowered += 1;
+            }
+            Err(Error::Lowered { .. }) => {}
+            Err(error) => panic!("{error}\n{}", schedule.to_csv()),
+        }
+    }
+    assert!(lowered > 1_000, "{lowered}");
 }
