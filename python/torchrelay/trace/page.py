@@ -6,7 +6,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from torchrelay._core import __version__
-from torchrelay.trace.picture import BUBBLE, COLOURS, STYLE, WAITING, chart, gutter
+from torchrelay.trace.picture import STYLE, chart, gutter
 from torchrelay.trace.summary import described, duration, line, partition_rows, share, step_rows
 from torchrelay.trace.timeline import KINDS
 
@@ -57,12 +57,13 @@ def page(timeline: "Timeline", most: int | None = None) -> str:
 
 
 def _legend(steps: Sequence["RecordedStep"]) -> str:
-    swatches = [(COLOURS[kind], name) for kind, name in KINDS.items()] + [(BUBBLE, "bubble")]
+    swatches = [*KINDS.items(), ("row", "bubble")]
     if any(task.waited > 0 for step in steps for half in step.halves for task in half.tasks):
-        swatches.append((WAITING, "waiting for a turn to draw random numbers"))
+        swatches.append(("w", "waiting for a turn to draw random numbers"))
+    square = '<svg width="13" height="13" aria-hidden="true"><rect class="{}" width="13" height="13"/></svg>'
     return (
         '<div class="legend">'
-        + "".join(f'<span><i style="background:{colour}"></i>{name}</span>' for colour, name in swatches)
+        + "".join(f"<span>{square.format(kind)}{name}</span>" for kind, name in swatches)
         + '<span>Zoom <button id="out">out</button> <button id="in">in</button> '
         '<button id="all">whole step</button></span></div>'
     )

@@ -14,17 +14,14 @@ from torchrelay.planning.partitions import PipelinePlan
 from torchrelay.trace.summary import duration, share
 from torchrelay.trace.timeline import KINDS, RecordedHalf, RecordedStep, RecordedTask
 
-__all__ = ["BUBBLE", "COLOURS", "STYLE", "WAITING", "Chart", "Gutter", "chart", "gutter", "standalone"]
+__all__ = ["STYLE", "Chart", "Gutter", "chart", "gutter", "standalone"]
 
 # Three colours that are told apart with any kind of colour vision; odd micro-batches are a little lighter.
-COLOURS = {"F": "#1f6fb4", "R": "#e0a000", "B": "#128a61"}
-BUBBLE = "#e6e9ec"
-WAITING = "#8d979f"
+_COLOURS = {"F": "#1f6fb4", "R": "#e0a000", "B": "#128a61"}
 _LIGHTER = {"F": "#3d8cd0", "R": "#f2bc33", "B": "#2fa67c"}
 STYLE = (
-    "".join(f".{kind}{{fill:{colour}}}.{kind}.o{{fill:{_LIGHTER[kind]}}}" for kind, colour in COLOURS.items())
-    + f".row{{fill:{BUBBLE}}}.w{{fill:{WAITING}}}"
-    + """.bg{fill:#fff}.x{fill:#d11f3a;stroke:#d11f3a;stroke-width:2}
+    "".join(f".{kind}{{fill:{colour}}}.{kind}.o{{fill:{_LIGHTER[kind]}}}" for kind, colour in _COLOURS.items())
+    + """.bg{fill:#fff}.row{fill:#e6e9ec}.w{fill:#8d979f}.x{fill:#d11f3a;stroke:#d11f3a;stroke-width:2}
 text{font:11px system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;fill:#2b3036}
 .n{fill:#fff;font-size:10px;text-anchor:middle;pointer-events:none}.R+.n{fill:#2b2000}
 .h{font-weight:600}.q{fill:#5c656e}.e{text-anchor:end}.tick{stroke:#c9ced4;stroke-width:1}
