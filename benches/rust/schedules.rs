@@ -1,11 +1,11 @@
-//! Clock cycles, the GPipe maker, verification, lowering and simulation: the time per action must not grow with the plan.
+//! Clock cycles, makers, verification, lowering, simulation and search: the time per action must not grow with the plan.
 
 use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use torchrelay_core::{Costs, Gpipe, Lowering, Schedule, clock_cycles, make_gpipe};
+use torchrelay_core::{Costs, Gpipe, Lowering, Maker, PerStage, Schedule, clock_cycles, make_gpipe, search};
 
 /// Partitions and micro-batches.
 const SIZES: [(usize, usize); 4] = [(4, 8), (32, 128), (128, 1024), (512, 4096)];
@@ -37,6 +37,11 @@ fn all(criterion: &mut Criterion) {
     for_each_size(criterion, "make_gpipe", 2, |group, id, n, m| {
         group.bench_function(id, |bencher| bencher.iter(|| gpipe(black_box(n), m)));
     });
+    for maker in [Maker::InterleavedZb, Maker::ZbV] {
+        for_each_size(criterion, &format!("make_{maker}"), 6, |group, id, n, m| {
+            group.bench_function(id, |bencher| bencher.iter(|| maker.make(black_box(n), m, None)));
+        });
+    }
     for_each_size(criterion, "verify", 2, |group, id, n, m| {
         let schedule = gpipe(n, m);
         group.bench_function(id, |bencher| bencher.iter(|| black_box(&schedule).verify()));
@@ -54,6 +59,25 @@ fn all(criterion: &mut Criterion) {
         let schedule = gpipe(n, m);
         group.bench_function(id, |bencher| bencher.iter(|| black_box(&schedule).simulate(&Costs::default())));
     });
+    search_for(criterion);
+}
+
+/// The sizes that a search has to be quick for.
+fn search_for(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("search");
+    group.measurement_time(Duration::from_secs(2)).sample_size(10);
+    for (p, m, limit) in [(8, 32, 16.0), (32, 256, 64.0)] {
+        let (placement, limit): (Vec<_>, PerStage) = ((0..p).collect(), limit.into());
+        group.bench_function(format!("{p}x{m}"), |bencher| {
+            bencher.iter(|| {
+                search(black_box(&placement), m, &Costs::default(), Some(&limit), None, &mut || true)
+            });
+        });
+    }
+    group.finish();
+    let mut group = criterion.benchmark_group("v_half");
+    group.bench_function("32x64", |bencher| bencher.iter(|| Maker::VHalf.make(black_box(32), 64, None)));
+    group.finish();
 }
 
 criterion_group!(benches, all);
