@@ -8,6 +8,7 @@ import torch.distributed as dist
 from compare import accumulate_mean, assert_same_gradients, inputs, loss, mlp, raised, wrap
 from ranks import on_ranks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torchrelay import DistributedDataParallel
 from torchrelay.errors import PlanError, RankMismatchError, ReductionError
 from torchrelay.planning.bucket_plan import BucketPlan
@@ -215,3 +216,37 @@ def test_what_does_not_go_with_auto(rank, world):
     else:
         options = {}
     assert "option" in raised(RankMismatchError, lambda: DistributedDataParallel(module, **options))
+
+
+@on_ranks
+def test_logging_data_has_the_names_and_values_of_torchs(rank, world):
+    """Those that do not depend on times, nor on how a class plans."""
+    module = nn.Linear(4, 4).float()
+    ours, theirs = wrap(copy.deepcopy(module))[0], TorchDDP(module)
+    for one in (ours, theirs):
+        for _ in range(3):
+            loss(one, torch.ones(2, 4)).backward()
+    mine, reference = ours._get_ddp_logging_data(), theirs._get_ddp_logging_data()
+    own = {"comm_hook", "torch_version", "static_graph"}
+    assert set(mine) - own - set(reference) == set()
+    same = "module_name world_size rank backend_name num_parameter_tensors total_parameter_size_bytes bucket_cap_bytes"
+    for key in (*same.split(), "broadcast_buffers", "has_sync_bn", "gradient_as_bucket_view", "device_ids"):
+        assert mine[key] == reference[key], key
+    assert mine["iteration"] == 3
+    assert mine["bucket_sizes"] == "80"
+    ours._set_ddp_runtime_logging_sample_rate(10)
+    raised(ValueError, lambda: ours._set_ddp_runtime_logging_sample_rate(0))
+
+
+@on_ranks
+def test_built_in_hooks_by_their_kind(rank, world):
+    wrapped, plain = wrap(mlp().float())
+    wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    assert wrapped._get_ddp_logging_data()["comm_hook"] == "fp16_compress_hook"
+    samples = [x.float() for x in inputs(world, 2, 4)]
+    loss(wrapped, samples[rank]).backward()
+    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    for one, other in zip(wrapped.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-2, atol=1e-2)
+    raised(ValueError, lambda: wrapped._register_builtin_comm_hook("other"))

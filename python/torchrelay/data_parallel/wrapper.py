@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.utils import _pytree as pytree
 
@@ -17,6 +18,7 @@ from torchrelay.data_parallel.agreement import agree
 from torchrelay.data_parallel.broadcast import BufferSync, broadcast_from
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.link import measure_link
+from torchrelay.data_parallel.logging_data import logging_data
 from torchrelay.data_parallel.options import checked_auto, forward_sync, one_device, refuse_missing
 from torchrelay.data_parallel.outputs import watch_outputs
 from torchrelay.data_parallel.parameters import Inventory, named_buffer_slots, take_inventory
@@ -282,6 +284,35 @@ class DistributedDataParallel(nn.Module, Joinable):
             )
         self._comm_hook = CommHook(state, hook, self._watch.limit)
         self._reconnect(self._inventory)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
+        """torch's hooks in C++, by their kind; here these are its hooks in Python, or the average itself."""
+        if comm_hook_type == torch._C._distributed_c10d.BuiltinCommHookType.FP16_COMPRESS:
+            self.register_comm_hook(None, fp16_compress_hook)
+        elif comm_hook_type != torch._C._distributed_c10d.BuiltinCommHookType.ALLREDUCE:
+            raise ValueError(f"there is no built-in communication hook {comm_hook_type!r}; use register_comm_hook")
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        """Facts for logs, under the names that torch's class uses. Times are not measured: a profiler shows them."""
+        name = None if self._comm_hook is None else self._comm_hook.name
+        facts = logging_data(self.module, self.plan, self.process_group, iteration=self._backwards, hook=name)
+        return facts | {
+            "bucket_cap_bytes": self._limits[-1],
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+        }
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Accepted: nothing is sampled.
+
+        Raises:
+            ValueError: The rate is below 1.
+        """
+        if sample_rate < 1:
+            raise ValueError(f"a sample rate is 1 or more, but this is {sample_rate}")
 
     @contextlib.contextmanager
     def join(
