@@ -1,8 +1,11 @@
 """The search from Python: published rates are reached, limits kept, and what cannot be searched is said."""
 
+import _thread
 import json
 import random
+import signal
 import statistics
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +120,18 @@ def test_a_time_limit_is_kept_and_does_no_harm() -> None:
     quick = schedules.search(ranks=4, microbatches=8, costs=costs, time_limit=0)
     longer = schedules.search(ranks=4, microbatches=8, costs=costs, time_limit=0.2)
     assert longer.cost <= quick.cost
+
+
+def test_ctrl_c_gives_the_best_so_far() -> None:
+    # A shell that starts the tests in the background has it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        timer = threading.Timer(0.3, _thread.interrupt_main)
+        timer.start()
+        # Unequal stages, so that the bound is not reached and the search would go on for an hour.
+        found = schedules.search(ranks=8, microbatches=32, costs=random_costs(0, 8), memory_limit=8, time_limit=3600)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    found.verify()
+    assert found.gap > 0

@@ -57,6 +57,12 @@ pub fn search(
     effort: Option<usize>,
     keep_on: &mut dyn FnMut() -> bool,
 ) -> Result<Found> {
+    // Once told to stop, it is not asked again: an interruption is said once.
+    let mut stopped = false;
+    let keep_on: &mut dyn FnMut() -> bool = &mut || {
+        stopped = stopped || !keep_on();
+        !stopped
+    };
     let ranks = placement.iter().max().map_or(0, |rank| rank + 1);
     Schedule::new("search", placement, microbatches, true, vec![Vec::new(); ranks])?;
     costs.check(Some(placement.len()))?;
