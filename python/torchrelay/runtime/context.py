@@ -46,8 +46,11 @@ def _saved_tensor_hooks() -> Any:
 
 def _probe_saved_tensor_hooks() -> Any:
     """For a torch that cannot be asked (2.6): whether a tensor that is saved has hooks; which ones, it does not say."""
-    with torch.enable_grad():
-        saved = torch.zeros((), requires_grad=True).exp().grad_fn._raw_saved_result  # type: ignore[union-attr]
+    with torch.inference_mode(False), torch.enable_grad():
+        output = torch.zeros(
+            (), requires_grad=True, device="cpu"
+        ).exp()  # kept until the end: what is saved goes with it
+        saved = output.grad_fn._raw_saved_result  # type: ignore[union-attr]
     try:
         saved.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
     except RuntimeError:  # it has hooks

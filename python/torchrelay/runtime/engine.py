@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["Root", "gradients", "keeps_graph", "root", "will_run"]
+__all__ = ["STARTS_FROM_EDGES", "Root", "gradients", "keeps_graph", "root", "will_run"]
 
 try:
     from torch.autograd.graph import _engine_run_backward as _run
@@ -20,7 +20,7 @@ except ImportError:  # pragma: no cover - a torch to come
     _run = None  # type: ignore[assignment]
 
 # Before that, the engine starts from tensors alone.
-_STARTS_FROM_EDGES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
+STARTS_FROM_EDGES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
 
 class Root(NamedTuple):
@@ -32,7 +32,7 @@ class Root(NamedTuple):
 
 def root(output: Tensor) -> Root:
     """The place of `output`, which requires a gradient."""
-    if not _STARTS_FROM_EDGES:
+    if not STARTS_FROM_EDGES:
         return Root(output, output.device)
     node = output.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):  # a leaf, or a node of Python's, which must be kept

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrelay.runtime.boundary import Input, let_go
+from torchrelay.runtime.engine import STARTS_FROM_EDGES
 from torchrelay.runtime.names import names_of
 from torchrelay.runtime.values import TENSOR, Spec
 
@@ -39,8 +40,9 @@ class PlainCut:
     def __init__(self, first: Input, spec: Spec, device: torch.device, uses: int) -> None:
         self.is_possible = spec is TENSOR and len(first.given) == 1 and not first.is_written()
         self._device = device
-        # Layers that saved the memory for their backward keep it anyway; for others it is let go (see let_go).
-        self._is_kept = self.is_possible and self.uses(first.given[0]) > uses
+        # Layers that saved the memory for their backward keep it anyway; for others it is let go. But an output that is
+        # a view of what was let go cannot be differentiated by itself, as older versions of torch have to do.
+        self._is_kept = self.is_possible and (not STARTS_FROM_EDGES or self.uses(first.given[0]) > uses)
 
     @staticmethod
     def uses(leaf: Any) -> int:
