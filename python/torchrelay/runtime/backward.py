@@ -125,13 +125,14 @@ class Backwards:
 
     def partition_gradients(self, j: int, node: Any) -> list[Tensor | None]:
         """Wait for the gradients of partition `j`'s parameters (and, if it is the first, of the input)."""
-        if j == self._n - 1:
-            self._running[_number()] = self._start(node)
-        backward = self._running[_number()]
         try:
+            if j == self._n - 1:
+                self._start(node)
+            backward = self._running[_number()]
             backward.phase.wait(j)
         except BaseException:
-            self._end(backward, failed=True)
+            if (started := self._running.get(_number())) is not None:
+                self._end(started, failed=True)
             raise
         if j == 0:
             self._left.pipeline.note(backward.phase, self._left.programs.choices[1])
@@ -147,7 +148,7 @@ class Backwards:
             self._end(backward)
         return gradients
 
-    def _start(self, node: Any) -> _Backward:
+    def _start(self, node: Any) -> None:
         left = self._left
         if self._freed:
             raise RuntimeError(
@@ -160,24 +161,19 @@ class Backwards:
             left.determinism.check()
         self._freed = not keeps_graph()
         tasks = _Tasks(left, self._lowest_asked_for(node), self._streams.pop(_number(), None))
-        backward = _Backward(tasks, self._phase(tasks))
+        backward = self._running[_number()] = _Backward(tasks, self._phase(tasks))
         backward.phase.feed(self._n - 1, self._cut_output_gradients())
         if tasks.streams is not None:
             tasks.streams.record = backward.phase.record
             tasks.streams.enter_backward()
         left.random.start_backward()
-        try:
-            left.pipeline.carry_out(
-                backward.phase,
-                CallerContext(left.pipeline.devices),
-                range(self._n - 1, -1, -1),
-                left.programs.choices[1],
-                serially=left.serially,
-            )
-        except BaseException:
-            self._end(backward, failed=True)
-            raise
-        return backward
+        left.pipeline.carry_out(
+            backward.phase,
+            CallerContext(left.pipeline.devices),
+            range(self._n - 1, -1, -1),
+            left.programs.choices[1],
+            serially=left.serially,
+        )
 
     def _phase(self, tasks: _Tasks) -> Phase:
         left = self._left
@@ -203,6 +199,8 @@ class Backwards:
         return [(order.microbatch, cut[order.microbatch]) for order in orders if order.kind == "B"]
 
     def _end(self, backward: _Backward, *, failed: bool = False) -> None:
+        if failed:
+            backward.phase.abandon()
         backward.tasks.hooks.restore_all()
         if failed and backward.tasks.streams is not None:
             backward.tasks.streams.settle()

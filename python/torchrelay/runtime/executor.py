@@ -28,6 +28,10 @@ __all__ = ["Phase", "Task"]
 _STOP = object()
 
 
+class _Abandoned(Exception):  # noqa: N818 - nobody sees it
+    """Stands for a failure outside of the tasks."""
+
+
 class _Latch:
     """An event that happens once; `threading.Event` takes several times as long to make, and each phase has many."""
 
@@ -67,6 +71,7 @@ class Phase:
         self._tasks = tasks
         self._ended = [_Latch() for _ in programs]
         self._at_work: Sequence[int] = ()
+        self._begun: set[int] = set()
         # One queue in front of each stage and one behind the last, in the direction of the phase.
         self._queues: dict[int, SimpleQueue[Any]] = {stage: SimpleQueue() for stage in range(-1, schedule.stages + 1)}
         self._failure: BaseException | None = None
@@ -112,10 +117,18 @@ class Phase:
         if self._failure is not None:
             self._raise()
 
+    def abandon(self) -> None:
+        """After a failure, wherever it came from: return when no lane is at work on this any more (invariant 3)."""
+        self._fail(_Abandoned())
+        for rank in tuple(self._begun):  # a lane that has not begun finds the failure, and does nothing
+            self._ended[rank].wait()
+
     def _in_lane(self, rank: int, context: CallerContext, device: torch.device) -> Callable[[], None]:
         def program() -> None:
+            self._begun.add(rank)
             try:
-                context.run(device, lambda: self._run(rank))
+                if self._failure is None:
+                    context.run(device, lambda: self._run(rank))
             except BaseException as failure:
                 self._fail(failure)
             finally:

@@ -1,11 +1,15 @@
 """torch's random number generators, one a device and process, and turns on them."""
 
+import contextlib
 import ctypes
 import functools
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from hashlib import blake2b
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -14,14 +18,16 @@ from torchrelay.runtime.waits import waits
 
 __all__ = ["Source", "Turn"]
 
-# One lock for each generator, whoever draws; and who holds it, for the error of those who wait too long.
-_LOCKS: dict[torch.device, threading.Lock] = {}
-_HOLDERS: dict[torch.device, str] = {}
+T = TypeVar("T")
+
+# Who has the turn on each generator, and what is rung when it is given back.
+_HOLDERS: "dict[torch.device, Turn]" = {}
+_BELLS: dict[torch.device, SimpleQueue[None]] = {}
 
 # The longest that a task waits for its turn, in seconds: a layer may compute for long, but not for ever.
 PATIENCE = 1800.0
-
-
+# How long it waits for the bell before it looks by itself.
+_GLANCE = 0.05
 # How often steps have advanced each generator.
 _ADVANCES: Counter[torch.device] = Counter()
 
@@ -30,53 +36,62 @@ _ADVANCES: Counter[torch.device] = Counter()
 _SEED, _PLACE, _NUMBERS = slice(0, 8), slice(8, 24), slice(0, 24 + 8 * 624)
 
 
-class _Held(threading.local):
-    def __init__(self) -> None:
-        self.devices: set[torch.device] = set()
-
-
-_held = _Held()
-
-
 class Source:
     """A generator that partitions may draw from.
 
     1. Whoever takes a turn finds the caller's own state, and leaves it.
-    2. A pipeline within a layer of another works while that layer's task has its turn: its own tasks take turns on a
-       lock of their own. Hence a source is made anew for each phase, in the thread that starts it.
+    2. A pipeline within a layer of another works while that layer's task has its turn: its own tasks take turns among
+       themselves. Hence a source is made anew for each phase, in the thread that starts it.
+    3. An exception that comes from outside (Ctrl-C) may interrupt whoever has the turn, or is about to, at any place;
+       the turn is given back. So it is taken by a single operation, that can be asked for its outcome.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.generator = _default_generator(device)
-        inside = device in _held.devices  # invariant 2
-        self._lock = threading.Lock() if inside else _LOCKS.setdefault(device, threading.Lock())
+        holder = _HOLDERS.get(device)
+        inside = holder is not None and holder.thread is threading.current_thread()  # invariant 2
+        self._holders = {} if inside else _HOLDERS
+        self._bell = SimpleQueue() if inside else _BELLS.setdefault(device, SimpleQueue())
 
-    def turn(self, seed: int | None = None) -> "Turn":
-        """To be entered: hold the generator, seeded if a seed is given."""
-        return Turn(self, seed)
-
-    def acquire(self) -> None:
-        """For :class:`Turn`.
+    def in_turn(self, seed: int | None, body: "Callable[[Turn], T]") -> T:
+        """Call `body` while nobody else has a turn on the generator, which is seeded if a seed is given.
 
         Raises:
-            RuntimeError: nobody gives it back; the message says who has it.
+            RuntimeError: somebody does not give it back; the message says who.
         """
-        if self._lock.acquire(blocking=False):
-            _HOLDERS[self.device] = threading.current_thread().name
+        turn = Turn(self, seed)
+        try:
+            turn.begin()
+            return body(turn)
+        finally:
+            try:
+                turn.end()
+            finally:  # invariant 3: an interruption as the other begins
+                turn.end()
+
+    def take(self, turn: "Turn") -> None:
+        """For :class:`Turn`: wait for the turn."""
+        if self._holders.setdefault(self.device, turn) is turn:
             return
         since = time.perf_counter_ns()
-        if not self._lock.acquire(timeout=PATIENCE):
-            raise RuntimeError(
-                f"waited {PATIENCE:.0f} s for a turn on the random number generator of {self.device}, which "
-                f"{_HOLDERS.get(self.device)} holds: does a layer wait for another thread that runs a pipeline?"
-            )
+        while (holder := self._holders.setdefault(self.device, turn)) is not turn:
+            if (time.perf_counter_ns() - since) / 1e9 > PATIENCE:
+                raise RuntimeError(
+                    f"waited {PATIENCE:.0f} s for a turn on the random number generator of {self.device}, which "
+                    f"{holder.thread.name} holds: does a layer wait for another thread that runs a pipeline?"
+                )
+            # Whoever gives it back rings; but somebody else may have heard it, or who rang was interrupted.
+            with contextlib.suppress(Empty):
+                self._bell.get(timeout=min(_GLANCE, PATIENCE))
         waits(time.perf_counter_ns() - since)
-        _HOLDERS[self.device] = threading.current_thread().name
 
-    def release(self) -> None:
-        """For :class:`Turn`."""
-        self._lock.release()
+    def give_back(self, turn: "Turn") -> None:
+        """For :class:`Turn`: as often as one likes."""
+        if self._holders.get(self.device) is turn:
+            del self._holders[self.device]
+            if self._bell.empty():
+                self._bell.put(None)
 
     def state(self) -> Tensor:
         """A copy of the generator's state."""
@@ -104,39 +119,29 @@ class Source:
 
 
 class Turn:
-    """One turn on a generator, a context; and, at its end, what has been drawn in it, if it was seeded."""
+    """One turn on a generator; and, at its end, what has been drawn in it, if it was seeded."""
 
-    __slots__ = ("_nested", "_outside", "_seed", "_source")
+    __slots__ = ("_outside", "_seed", "_source", "thread")
 
     def __init__(self, source: Source, seed: int | None) -> None:
         self._source = source
         self._seed = seed
-        self._nested = False
         self._outside: Tensor | None = None
+        self.thread = threading.current_thread()
 
-    def __enter__(self) -> "Turn":  # noqa: PYI034 - `Self` is younger than Python 3.10, and nobody derives from this
-        source = self._source
-        source.acquire()
-        try:
-            self._nested = source.device in _held.devices
-            _held.devices.add(source.device)
-            if self._seed is not None:
-                self._outside = source.state()
-                source.generator.manual_seed(self._seed)
-        except BaseException:  # Ctrl-C, say
-            self.__exit__()
-            raise
-        return self
+    def begin(self) -> None:
+        """Wait for the turn, and seed the generator."""
+        self._source.take(self)
+        if self._seed is not None:
+            self._outside = self._source.state()
+            self._source.generator.manual_seed(self._seed)
 
-    def __exit__(self, *failure: object) -> None:
-        source = self._source
-        try:
-            if self._outside is not None:
-                source.generator.set_state(self._outside)
-        finally:
-            if not self._nested:
-                _held.devices.discard(source.device)
-            source.release()
+    def end(self) -> None:
+        """Leave the generator as it was; any number of times."""
+        if self._outside is not None:
+            self._source.generator.set_state(self._outside)
+            self._outside = None
+        self._source.give_back(self)
 
     def drawn(self) -> tuple[int, ...] | None:
         """How far the generator has gone since it was seeded, the same for as many draws whatever the seed; or None.

@@ -23,13 +23,13 @@ a step takes part in no turn.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
 
-from torchrelay.runtime.generators import Source
+from torchrelay.runtime.generators import Source, Turn
 
 __all__ = ["RandomnessWatch", "StepRandomness"]
 
@@ -43,20 +43,8 @@ _BACKWARD = 1 << 62  # told apart from any micro-batch
 _Drawn = Mapping[torch.device, tuple[int, ...] | None]
 
 
-class _Steps:
-    """The forwards that are under way in this process: those of several threads must not draw the same."""
-
-    count = 0
-
-
-def _enter() -> int:
-    """A number for a step: 0 if it is alone. Called in a turn on the CPU's generator."""
-    _Steps.count += 1
-    return _mix(_Steps.count) if _Steps.count > 1 else 0
-
-
-def _leave() -> None:
-    _Steps.count -= 1
+# The forwards that are under way in this process. One that was interrupted is gone with its memory.
+_running: "weakref.WeakSet[StepRandomness]" = weakref.WeakSet()
 
 
 class RandomnessWatch:
@@ -97,12 +85,17 @@ class StepRandomness:
         self._between_turns = False
         self._started_backward: set[int] = set()
         self._sources = self._make_sources()
-        self._marks = {}
-        for device, source in self._sources.items():
-            with source.turn():
-                self._marks[device] = source.mark()
-                if device == _CPU:
-                    self._seed = source.seed() ^ _enter()
+        self._marks: dict[torch.device, tuple[bytes, int]] = {}
+        for source in self._sources.values():
+            source.in_turn(None, lambda _, source=source: self._look(source))  # type: ignore[misc]
+
+    def _look(self, source: Source) -> None:
+        """Before the first task."""
+        self._marks[source.device] = source.mark()
+        if source.device == _CPU:
+            _running.add(self)
+            # The steps of several threads must not draw the same.
+            self._seed = source.seed() ^ (_mix(len(_running)) if len(_running) > 1 else 0)
 
     def _make_sources(self) -> dict[torch.device, Source]:
         accelerators = [device for device in self._devices if device.type == "cuda"]
@@ -173,12 +166,26 @@ class StepRandomness:
         task: Callable[[], T],
         after: Callable[[_Drawn], None] | None = None,
     ) -> T:
-        with ExitStack() as stack:
-            turns = {device: stack.enter_context(self._sources[device].turn(seed)) for device in self._order(devices)}
-            result = task()
-            if after is not None:
-                after({device: turn.drawn() for device, turn in turns.items()})
-            return result
+        return self._within(self._order(devices), {}, seed, task, after)
+
+    def _within(
+        self,
+        devices: Sequence[torch.device],
+        turns: Mapping[torch.device, Turn],
+        seed: int,
+        task: Callable[[], T],
+        after: Callable[[_Drawn], None] | None,
+    ) -> T:
+        """Take a turn on each of `devices`, besides those that are taken, and run the task."""
+        if devices:
+            first, rest = devices[0], devices[1:]
+            return self._sources[first].in_turn(
+                seed, lambda turn: self._within(rest, {**turns, first: turn}, seed, task, after)
+            )
+        result = task()
+        if after is not None:
+            after({device: turn.drawn() for device, turn in turns.items()})
+        return result
 
     def _compare(self, i: int, j: int, drawn: _Drawn) -> None:
         for device, place in drawn.items():
@@ -189,16 +196,18 @@ class StepRandomness:
 
     def finish_forward(self, *, failed: bool = False) -> None:
         """Leave the caller's generators as invariant 1 says."""
-        _leave()
-        for device, source in self._sources.items():
-            with source.turn():
-                if not source.is_at(self._marks[device]):
-                    self._strangers.add(device)
-                    self._between_turns = True
-                if device == _CPU and self._drawn_from(self._forward):
-                    source.advance()
+        _running.discard(self)
+        for source in self._sources.values():
+            source.in_turn(None, lambda _, source=source: self._settle(source))  # type: ignore[misc]
         if not failed:
             self._learn()
+
+    def _settle(self, source: Source) -> None:
+        if not source.is_at(self._marks[source.device]):
+            self._strangers.add(source.device)
+            self._between_turns = True
+        if source.device == _CPU and self._drawn_from(self._forward):
+            source.advance()
 
     def start_backward(self) -> None:
         """In the thread that called backward, before its tasks."""
@@ -210,8 +219,7 @@ class StepRandomness:
     def finish_backward(self) -> None:
         """After its tasks: advance the caller's generator, if only the backward drew."""
         if self._drawn_from(self._backward) and not self._drawn_from(self._forward):
-            with self._sources[_CPU].turn():
-                self._sources[_CPU].advance()
+            self._sources[_CPU].in_turn(None, lambda _: self._sources[_CPU].advance())
 
     def _learn(self) -> None:
         watch = self._watch

@@ -5,15 +5,16 @@ A recomputation sees what the forward saw: the caller's context, the random numb
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["Determinism", "checkpointing", "is_checkpointing", "is_recomputing", "recomputing"]
+__all__ = ["Determinism", "checkpointed", "is_checkpointing", "is_recomputing", "recomputed"]
+
+T = TypeVar("T")
 
 
 class _State(threading.local):
@@ -46,38 +47,67 @@ def is_recomputing() -> bool:
     return _state.recomputing
 
 
-def _drop(_: Tensor) -> None:
-    """What a layer saves for its backward is not kept."""
-
-
 def _never(_: None) -> Tensor:
-    raise AssertionError("a forward that is to be recomputed was differentiated")
+    raise RuntimeError(
+        "a layer differentiates in the forward of a checkpointed micro-batch, in which nothing is saved for a "
+        'backward: use checkpoint="never"'
+    )
 
 
-@contextmanager
-def checkpointing() -> Iterator[None]:
-    """A forward that is to be recomputed.
+def checkpointed(task: Callable[[], T]) -> T:
+    """Run a forward that is to be recomputed.
 
     Grad mode stays on, so that layers take the same way as in the recomputation and outputs say whether they require
     gradients; what they save is dropped.
     """
-    _state.checkpointing = True
-    try:
-        with torch.enable_grad(), saved_tensors_hooks(_drop, _never):
-            yield
-    finally:
-        _state.checkpointing = False
+
+    def drop(_: Tensor) -> None:
+        """What a layer saves for its backward is not kept. One function for each task, so that it is known again."""
+
+    before = _state.checkpointing, torch.is_grad_enabled()
+
+    def restore() -> None:
+        _state.checkpointing = before[0]
+        torch._C._set_grad_enabled(before[1])
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        if top is not None and (hooks := top(True)) is not None and hooks[0] is drop:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def run() -> T:
+        _state.checkpointing = True
+        with torch.enable_grad(), saved_tensors_hooks(drop, _never):
+            return task()
+
+    return _restored(run, restore)
 
 
-@contextmanager
-def recomputing() -> Iterator[None]:
-    """A recomputation."""
-    _state.recomputing = True
-    try:
+def recomputed(task: Callable[[], T]) -> T:
+    """Run a recomputation."""
+    before = _state.recomputing, torch.is_grad_enabled()
+
+    def restore() -> None:
+        _state.recomputing = before[0]
+        torch._C._set_grad_enabled(before[1])
+
+    def run() -> T:
+        _state.recomputing = True
         with torch.enable_grad():
-            yield
+            return task()
+
+    return _restored(run, restore)
+
+
+def _restored(run: Callable[[], T], restore: Callable[[], None]) -> T:
+    """Run, and restore what the thread had, though an exception from outside (Ctrl-C) come at any place: also as a
+    context is left, or as `restore`, which may be called any number of times, begins.
+    """
+    try:
+        return run()
     finally:
-        _state.recomputing = False
+        try:
+            restore()
+        finally:
+            restore()
 
 
 class Determinism:

@@ -111,6 +111,7 @@ class _Step:
                 phase.wait(j)
             pipeline.note(phase, programs.choices[0])
         except BaseException:
+            phase.abandon()
             self._random.finish_forward(failed=True)
             if self._streams is not None:
                 self._streams.settle()

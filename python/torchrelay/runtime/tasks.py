@@ -18,7 +18,7 @@ from torchrelay.runtime.engine import Root, gradients, root
 from torchrelay.runtime.gradients import GradientSum
 from torchrelay.runtime.parameters import trainable
 from torchrelay.runtime.plain_cut import PlainCut, is_write_on_leaf
-from torchrelay.runtime.recompute import checkpointing, recomputing
+from torchrelay.runtime.recompute import checkpointed, recomputed
 from torchrelay.runtime.skips import PartitionSkips, SkipGradients
 from torchrelay.runtime.values import Spec, flatten, unflatten
 
@@ -161,10 +161,9 @@ class PartitionTasks:
             return self._with_plain_cut(i, leaves[0], self._plain_cut)
         given = Input(leaves, self._device, popped=0 if self._skips is None else self._skips.popped)
         self._note_given(i, given.given)
-        uses = PlainCut.uses(given.given[0]) if i == 0 and len(leaves) == 1 else 0
         outputs, output_spec = self._run(given.given, spec)
         if i == 0:
-            self._find_plain_cut(given, spec, uses)
+            self._find_plain_cut(given, spec)
         given.tell_writes()
         given.connect(outputs)
         graph = _Graph(given.ends(), [root(leaf) if wants_grad(leaf) else None for leaf in outputs])
@@ -179,8 +178,9 @@ class PartitionTasks:
         except RuntimeError as error:
             if cut is not None and is_write_on_leaf(error):
                 raise RuntimeError(
-                    f"a layer wrote on the partition's input in place for micro-batch {i}, but none did for the first: "
-                    f"let it do so for every micro-batch, or use inplace=False"
+                    f"a layer wrote on the partition's input (or another leaf of the graph), or detached it, in place "
+                    f"for micro-batch {i}, but none did for the first: let it do so for every micro-batch, or use "
+                    f"inplace=False"
                 ) from error
             raise
         if len(outputs) > 1:
@@ -189,9 +189,9 @@ class PartitionTasks:
         plain.let_go(cut, given)
         return outputs, output_spec, graph
 
-    def _find_plain_cut(self, first: Input, spec: Spec, uses: int) -> None:
+    def _find_plain_cut(self, first: Input, spec: Spec) -> None:
         if self._skips is None:
-            plain = PlainCut(first, spec, self._device, uses)
+            plain = PlainCut(first, spec, self._device)
             self._plain_cut = plain if plain.is_possible else None
 
     def _note_given(self, i: int, given: Sequence[Any]) -> None:
@@ -213,8 +213,7 @@ class PartitionTasks:
         self._buffers.before_forward(i)
         given = Input(leaves, self._device, popped=0 if self._skips is None else self._skips.popped)
         self._note_given(i, given.given)
-        with checkpointing():
-            outputs, output_spec = self._run(given.given, spec)
+        outputs, output_spec = checkpointed(lambda: self._run(given.given, spec))
         given.tell_writes()
         self._buffers.after_forward(i)
         if i == 0:
@@ -246,8 +245,8 @@ class PartitionTasks:
                 "recomputation: do without inplace=True in the layers that come after"
             )
         leaves = _each(_clone, kept.leaves) if keep and self._writes_on_input else kept.leaves
-        with recomputing(), self._buffers.as_in_forward(i, keep=keep):
-            _, _, graph = self._with_graph(i, leaves, kept.spec)
+        with self._buffers.as_in_forward(i, keep=keep):
+            _, _, graph = recomputed(lambda: self._with_graph(i, leaves, kept.spec))
         if [leaf is not None for leaf in graph.outputs] != kept.required:
             raise RuntimeError(
                 "a recomputation gave another number of outputs that require gradients than its forward: the layers "
