@@ -2,11 +2,11 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from example_support import run_example
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCHERS = {
@@ -26,7 +26,7 @@ def test_every_example_is_tested() -> None:
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_it_trains(name: str) -> None:
     command = [sys.executable, *LAUNCHERS[name], str(EXAMPLES / name)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=280)
+    done = run_example(command, EXAMPLES.parent, ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     shares = [float(share) for share in re.findall(r"epoch \d: ([\d.]+)%", done.stdout)]
     assert len(shares) == 8

@@ -7,13 +7,13 @@ block in between, is what it prints. In a `console` block the lines after `$` ar
 import os
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from example_support import run_example
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -79,7 +79,7 @@ def test_it_runs_and_prints_what_is_shown(example: Example, tmp_path: Path) -> N
         script = tmp_path / "example.py"
         script.write_text(example.code)
         command.append(str(script))
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=280)
+    done = run_example(command, tmp_path, ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     if example.shown is not None:
         assert trimmed(done.stdout) == trimmed(example.shown)
