@@ -43,8 +43,7 @@ class PlainCut:
     def takes(self, leaf: Any, spec: Spec) -> bool:
         """Whether a value, `leaf` in the structure `spec`, is of the kind that this can cut."""
         return (
-            self.is_possible
-            and spec is TENSOR
+            spec is TENSOR
             and type(leaf) is Tensor
             and leaf.layout is torch.strided
             and leaf.device == self._device
