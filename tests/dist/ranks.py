@@ -148,6 +148,14 @@ def pool_of_two():
     pool.stop()
 
 
+@pytest.fixture(scope="session")
+def pool_of_four():
+    """Four ranks, for the whole session."""
+    pool = Ranks(4)
+    yield pool
+    pool.stop()
+
+
 @pytest.fixture
 def ranks(pool_of_two):
     """The ranks that a test runs on; a test module may define its own."""

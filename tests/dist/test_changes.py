@@ -1,4 +1,4 @@
-"""A module that changes after it was wrapped: planned anew at the next forward, or an error that names the parameter."""
+"""A module that changes after it was wrapped: planned anew at the next forward, or an error with the parameter."""
 
 import pytest
 import torch

@@ -94,7 +94,9 @@ def test_a_hook_of_torch_does_what_it_does_in_torch(rank, world, name):
 def test_powersgd_learns_and_keeps_the_ranks_equal(rank, world):
     torch.manual_seed(1)
     wrapped, _ = wrap(mlp(16).float(), bucket_cap_mb_list=[0.001])
-    wrapped.register_comm_hook(power.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=0.5), power.powerSGD_hook)
+    wrapped.register_comm_hook(
+        power.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=0.5), power.powerSGD_hook
+    )
     sample = inputs(world, 4, 16)[rank].float()
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
     losses = []
@@ -313,7 +315,7 @@ def test_one_hook_only_and_it_can_be_called(rank, world):
 
 @on_ranks
 def test_a_copy_keeps_the_hook(rank, world):
-    wrapped, plain = wrap(mlp())
+    wrapped, _ = wrap(mlp())
     wrapped.register_comm_hook(None, lambda state, bucket: done(torch.ones_like(bucket.buffer())))
     twin = copy.deepcopy(wrapped)
     loss(twin, inputs(world, 2, 4)[rank]).backward()

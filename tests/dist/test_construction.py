@@ -12,7 +12,6 @@ import torch.distributed as dist
 from compare import accumulate_mean, assert_equal_on_ranks, assert_same_gradients, inputs, loss, mlp, raised, wrap
 from ranks import on_ranks
 from torch import nn
-
 from torchrelay import DistributedDataParallel
 from torchrelay.errors import RankMismatchError, ReductionError
 
@@ -106,7 +105,12 @@ def test_equal_models_with_size_one_strides_are_accepted(rank, world):
 @on_ranks
 def test_the_plan_is_the_same_everywhere_and_printable(rank, world):
     module = nn.ModuleDict(
-        {"table": nn.Embedding(4, 4, sparse=True), "a": nn.Linear(600, 600), "b": nn.Linear(600, 600), "c": nn.Linear(2, 2)}
+        {
+            "table": nn.Embedding(4, 4, sparse=True),
+            "a": nn.Linear(600, 600),
+            "b": nn.Linear(600, 600),
+            "c": nn.Linear(2, 2),
+        }
     )
     wrapped = DistributedDataParallel(module, bucket_cap_mb=1.5)
     everyone = [None] * world
@@ -173,9 +177,7 @@ def test_caps_change_no_bit(rank, world):
 
 @on_ranks
 def test_what_cannot_be_wrapped(rank, world):
-    assert "0.weight is lazy" in raised(
-        ValueError, lambda: DistributedDataParallel(nn.Sequential(nn.LazyLinear(3)))
-    )
+    assert "0.weight is lazy" in raised(ValueError, lambda: DistributedDataParallel(nn.Sequential(nn.LazyLinear(3))))
     expanded = nn.Module()
     expanded.w = nn.Parameter(torch.ones(1).expand(5))
     assert "w is expanded" in raised(ValueError, lambda: DistributedDataParallel(expanded))

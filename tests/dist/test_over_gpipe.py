@@ -8,7 +8,6 @@ from compare import accumulate_mean, inputs, loss
 from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-
 from torchrelay import DistributedDataParallel, GPipe
 
 WRAPPERS = {

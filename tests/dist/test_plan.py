@@ -210,11 +210,8 @@ def test_what_does_not_go_with_auto(rank, world):
     for options in ({"bucket_cap_mb_list": [1]}, {"plan": plan}):
         message = raised(ValueError, lambda o=options: DistributedDataParallel(module, bucket_cap_mb="auto", **o))
         assert "chooses the sizes" in message
-    assert "or \"auto\"" in raised(ValueError, lambda: DistributedDataParallel(module, bucket_cap_mb="25"))
-    if rank == 0:
-        options = {"bucket_cap_mb": "auto"}
-    else:
-        options = {}
+    assert 'or "auto"' in raised(ValueError, lambda: DistributedDataParallel(module, bucket_cap_mb="25"))
+    options = {"bucket_cap_mb": "auto"} if rank == 0 else {}
     assert "option" in raised(RankMismatchError, lambda: DistributedDataParallel(module, **options))
 
 
