@@ -4,7 +4,7 @@
 
 Paced layers sleep, so that two cores can show the quality of a schedule of eight partitions. Tiny layers show the
 overhead of a task. Absolute times are noise on a shared machine; every figure is a ratio or a difference of steps that
-were interleaved in one run.
+were interleaved in one run. Where torchgpipe is installed, its tiny layers run beside ours.
 """
 
 import argparse
@@ -18,6 +18,11 @@ import torch
 from torch import Tensor, nn
 from torchrelay import GPipe
 from torchrelay.schedules import Costs
+
+try:
+    import torchgpipe  # type: ignore[import-not-found, unused-ignore]
+except ImportError:
+    torchgpipe = None
 
 FORWARD, BACKWARD = 5e-3, 10e-3  # seconds a paced task takes
 
@@ -59,6 +64,15 @@ def build(layer: Callable[[], nn.Module], n: int, m: int, executor: str, checkpo
         checkpoint=checkpoint,  # type: ignore[arg-type]
         executor=executor,  # type: ignore[arg-type]
     )
+
+
+def peer(layer: Callable[[], nn.Module], n: int, m: int) -> dict[str, nn.Module]:
+    """The same in torchgpipe, where it is at hand."""
+    if torchgpipe is None:
+        return {}
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(layer() for _ in range(n)))
+    return {"torchgpipe": torchgpipe.GPipe(layers, [1] * n, devices=["cpu"] * n, chunks=m, checkpoint="never")}
 
 
 def step(model: nn.Module, x: Tensor) -> tuple[float, float]:
@@ -126,17 +140,20 @@ def overhead(rounds: int) -> None:
     print("tiny layers: microseconds a task over the same plan in the caller's thread (and absolute)")
     for n, m in (2, 8), (4, 16), (8, 32):
         executors = ("auto", "lanes", "serial")
-        times = interleaved(
-            {executor: build(tiny, n, m, executor) for executor in executors}, torch.ones(2 * m, 4), rounds
-        )
+        models = {executor: build(tiny, n, m, executor) for executor in executors} | peer(tiny, n, m)
+        times = interleaved(models, torch.ones(2 * m, 4), rounds)
         print(f"  {n} partitions x {m:2} micro-batches")
         for way, name in enumerate(("forward", "backward")):
-            taken = {executor: [1e6 * t[way] / (n * m) for t in times[executor]] for executor in executors}
+            taken = {key: [1e6 * t[way] / (n * m) for t in found] for key, found in times.items()}
             row = []
             for executor in executors[:2]:
                 extra = median([a - b for a, b in zip(taken[executor], taken["serial"], strict=True)])
                 row.append(f"executor={executor!r} {extra:+.1f} ({median(taken[executor]):.1f})")
-            print(f"    {name}: {', '.join(row)}; serial {median(taken['serial']):.1f}")
+            row.append(f"serial {median(taken['serial']):.1f}")
+            if "torchgpipe" in taken:
+                ratio = median([a / b for a, b in zip(taken["auto"], taken["torchgpipe"], strict=True)])
+                row.append(f"torchgpipe {median(taken['torchgpipe']):.1f} ('auto' over it: {ratio:.2f})")
+            print(f"    {name}: {', '.join(row)}")
 
 
 def one_partition(rounds: int) -> None:

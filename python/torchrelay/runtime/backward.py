@@ -167,10 +167,12 @@ class Backwards:
             tasks.streams.record = backward.phase.record
             tasks.streams.enter_backward()
         left.random.start_backward()
+        sequence = left.programs.sequences[1]
         left.pipeline.carry_out(
             backward.phase,
             CallerContext(left.pipeline.devices),
             range(self._n - 1, -1, -1),
+            sequence if tasks.lowest == 0 else [(j, order) for j, order in sequence if j >= tasks.lowest],
             left.programs.choices[1],
             serially=left.serially,
         )

@@ -5,11 +5,13 @@ which costs about as much again as the engine itself; so the engine is called as
 that entry.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 __all__ = ["STARTS_FROM_EDGES", "Root", "gradients", "keeps_graph", "root", "will_run"]
@@ -18,6 +20,8 @@ try:
     from torch.autograd.graph import _engine_run_backward as _run
 except ImportError:  # pragma: no cover - a torch to come
     _run = None  # type: ignore[assignment]
+
+_log = logging.getLogger(torch.autograd.graph.__name__)
 
 # Before that, the engine starts from tensors alone.
 STARTS_FROM_EDGES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
@@ -46,13 +50,22 @@ def gradients(
     inputs: Sequence[Tensor],
     *,
     retain_graph: bool,
+    here: bool = False,
 ) -> Sequence[Tensor | None]:
-    """The gradients of `inputs`, None for one that `outputs` do not depend on. They may share memory or be expanded."""
+    """The gradients of `inputs`, None for one that `outputs` do not depend on. They may share memory or be expanded.
+
+    `here`: the engine computes in this thread, all being on the CPU. Then it needs no copy of the context, which torch
+    makes for its threads of accelerators.
+    """
+    found: Sequence[Tensor | None]
     if _run is None:  # pragma: no cover
         return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=retain_graph, allow_unused=True)
-    found: Sequence[Tensor | None] = _run(
-        tuple(outputs), tuple(grad_outputs), retain_graph, False, tuple(inputs), True, accumulate_grad=False
-    )
+    if here and not _log.isEnabledFor(logging.DEBUG):
+        found = Variable._execution_engine.run_backward(
+            outputs, grad_outputs, retain_graph, False, inputs, True, accumulate_grad=False
+        )
+    else:
+        found = _run(outputs, grad_outputs, retain_graph, False, inputs, True, accumulate_grad=False)
     return found
 
 

@@ -162,24 +162,11 @@ class Phase:
 
     # ---- in the caller's thread
 
-    def run_serially(self, order: Sequence[int]) -> None:
-        """All ranks' actions in this thread, in turn by `order`; each rank goes on while what it needs is there."""
+    def run_serially(self, sequence: Sequence[tuple[int, Order]]) -> None:
+        """All (rank, action) of the phase in this thread, in a `sequence` as :func:`sequential` gives it."""
         self.began, self.is_serial = time.perf_counter(), True
-        heads = [0] * len(self._programs)
-        moved = True
-        while moved:
-            moved = False
-            for rank in order:
-                program = self._programs[rank]
-                while heads[rank] < len(program) and self._is_ready(program[heads[rank]]):
-                    self._do(program[heads[rank]], rank)
-                    heads[rank] += 1
-                    moved = True
-        stuck = [str(program[head]) for program, head in zip(self._programs, heads, strict=True) if head < len(program)]
-        assert not stuck, f"a verified schedule came to a standstill before {', '.join(stuck)}"
-
-    def _is_ready(self, action: Order) -> bool:
-        return self._tasks[action.kind].step is None or not self._queues[action.stage].empty()
+        for rank, action in sequence:
+            self._do(action, rank)
 
     # ---- the interpretation
 

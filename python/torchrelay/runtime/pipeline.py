@@ -11,6 +11,7 @@ from torchrelay.runtime.choice import Choice
 from torchrelay.runtime.context import CallerContext, needs_callers_thread
 from torchrelay.runtime.executor import Phase
 from torchrelay.runtime.lanes import Lanes
+from torchrelay.runtime.order import Order
 from torchrelay.runtime.randomness import RandomnessWatch
 from torchrelay.runtime.recording import Recorder
 from torchrelay.runtime.skips import SkipRoutes
@@ -44,16 +45,23 @@ class Pipeline(NamedTuple):
         return self.lanes is None or self.lanes.is_inside() or needs_callers_thread()
 
     def carry_out(
-        self, phase: Phase, context: CallerContext, order: Sequence[int], choice: Choice, *, serially: bool
+        self,
+        phase: Phase,
+        context: CallerContext,
+        order: Sequence[int],
+        sequence: Sequence[tuple[int, Order]],
+        choice: Choice,
+        *,
+        serially: bool,
     ) -> None:
-        """Begin `phase` in the lanes, woken in this `order`; or do it all in this thread."""
+        """Begin `phase` in the lanes, woken in this `order`; or do it all in this thread, in this `sequence`."""
         if (
             serially
             or self.lanes is None
             or needs_callers_thread()
             or (self.chooses and not phase.is_timed and choice.is_serial())
         ):
-            phase.run_serially(order)
+            phase.run_serially(sequence)
         else:
             phase.start(self.lanes, context, self.devices, order)
 

@@ -18,6 +18,9 @@ from torchrelay.runtime.values import TENSOR, Spec
 
 __all__ = ["PlainCut", "is_write_on_leaf"]
 
+# So few numbers are kept until the backward whether a layer saves them or not: the call costs more than the memory.
+_SMALL = 256
+
 
 def is_write_on_leaf(error: RuntimeError) -> bool:
     """Whether torch refused to write in place on a leaf of the graph, or on a view of one."""
@@ -55,6 +58,8 @@ class PlainCut:
         if not leaf.requires_grad:
             return None, leaf
         cut = leaf.detach().requires_grad_()
+        if leaf.numel() <= _SMALL:
+            return cut, cut
         # A view, so that the memory can be let go of where no layer saves it. But an output that is a view of what was
         # let go cannot be differentiated by itself, as older versions of torch have to do: these keep it.
         return cut, cut.view_as(cut) if STARTS_FROM_EDGES else cut

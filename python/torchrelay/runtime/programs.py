@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torchrelay._core import Schedule
 from torchrelay.runtime.choice import Choice
-from torchrelay.runtime.order import Order
+from torchrelay.runtime.order import Order, sequential
 from torchrelay.runtime.streams import HalfStreams, StreamPrograms, Streams
 
 __all__ = ["Programs"]
@@ -14,12 +14,14 @@ __all__ = ["Programs"]
 class Programs(NamedTuple):
     """A schedule taken apart: each rank's orders of the forward and of the backward, and what is recomputed.
 
-    `recomputed` holds (micro-batch, stage); `streams` is None without accelerators.
+    `sequences` are those of the forward and of the backward for one thread; `recomputed` holds (micro-batch, stage);
+    `streams` is None without accelerators.
     """
 
     schedule: Schedule
     forward: Sequence[Sequence[Order]]
     backward: Sequence[Sequence[Order]]
+    sequences: tuple[Sequence[tuple[int, Order]], Sequence[tuple[int, Order]]]
     recomputed: frozenset[tuple[int | None, int]]
     streams: StreamPrograms | None
     choices: tuple[Choice, Choice]  # of the forward and of the backward
@@ -35,10 +37,14 @@ class Programs(NamedTuple):
         schedule.verify()
         ranks = [schedule.actions(rank) for rank in range(schedule.ranks)]
         tasks = schedule.stages * schedule.microbatches
+        forward = [[Order.of(action) for action in actions if action.kind == "F"] for actions in ranks]
+        backward = [[Order.of(action) for action in actions if action.kind in ("R", "B")] for actions in ranks]
+        turns = range(schedule.ranks)
         return cls(
             schedule,
-            [[Order.of(action) for action in actions if action.kind == "F"] for actions in ranks],
-            [[Order.of(action) for action in actions if action.kind in ("R", "B")] for actions in ranks],
+            forward,
+            backward,
+            (sequential(forward, turns, 0), sequential(backward, turns[::-1], schedule.stages - 1)),
             frozenset((a.microbatch, a.stage) for actions in ranks for a in actions if a.kind == "R"),
             None if streams is None else StreamPrograms(schedule, streams.indices),
             (Choice(tasks), Choice(tasks)),

@@ -106,7 +106,14 @@ class _Step:
             self._streams.enter_forward([leaf for part in microbatches for leaf in flatten(part)[0]])
         self._random = StepRandomness(pipeline.devices, self._input.alike(), pipeline.randomness)
         try:
-            pipeline.carry_out(phase, self._context, range(self._n), programs.choices[0], serially=self._serially)
+            pipeline.carry_out(
+                phase,
+                self._context,
+                range(self._n),
+                programs.sequences[0],
+                programs.choices[0],
+                serially=self._serially,
+            )
             for j in reversed(range(self._n)):  # the last one is the last to end, so that the caller wakes up once
                 phase.wait(j)
             pipeline.note(phase, programs.choices[0])

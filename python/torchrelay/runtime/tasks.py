@@ -62,6 +62,7 @@ class PartitionTasks:
         self._skips = skips
         self._module = module
         self._device = device
+        self._here = device.type == "cpu"  # where the engine computes: in the thread that calls it
         self._grad = grad
         self._graphs: dict[int, _Graph] = {}
         self._kept: dict[int, _Kept] = {}
@@ -119,20 +120,32 @@ class PartitionTasks:
         retain_graph = retain_graph and i not in self._kept  # else the next backward recomputes it
         if not retain_graph:
             self._given.pop(i, None)
-        graph = self._graphs[i] if retain_graph else self._graphs.pop(i)
+        inputs, outputs = self._graphs[i] if retain_graph else self._graphs.pop(i)
+        if len(inputs) == len(outputs) == 1:  # the usual case, and counted in microseconds
+            (end,), (start,), (grad,) = inputs, outputs, grad_outputs
+            if end is not None and start is not None and grad is not None:
+                found = gradients(
+                    (start.edge,),
+                    (moved(grad, start.device),),
+                    (end, *self.parameters),
+                    retain_graph=retain_graph,
+                    here=self._here,
+                )
+                total.add(found[1:])
+                return found[:1]
         roots = [
             (output.edge, moved(grad, output.device))
-            for output, grad in zip(graph.outputs, grad_outputs, strict=True)
+            for output, grad in zip(outputs, grad_outputs, strict=True)
             if output is not None and grad is not None
         ]
-        inputs = [leaf for leaf in graph.inputs if leaf is not None]
-        if not roots or not (inputs or self.parameters):
-            return [None] * len(graph.inputs)
-        outputs, grads = zip(*roots, strict=True)
-        found = gradients(outputs, grads, [*inputs, *self.parameters], retain_graph=retain_graph)
-        total.add(found[len(inputs) :])
+        ends = [leaf for leaf in inputs if leaf is not None]
+        if not roots or not (ends or self.parameters):
+            return [None] * len(inputs)
+        starts, grads = zip(*roots, strict=True)
+        found = gradients(starts, grads, (*ends, *self.parameters), retain_graph=retain_graph, here=self._here)
+        total.add(found[len(ends) :])
         arrived = iter(found)
-        return [None if leaf is None else next(arrived) for leaf in graph.inputs]
+        return [None if leaf is None else next(arrived) for leaf in inputs]
 
     def _arrived(self, i: int, value: Any) -> tuple[Sequence[Any], Spec]:
         """The leaves of the input, the popped skips last, and the structure of those before."""
