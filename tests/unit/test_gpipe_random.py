@@ -1,9 +1,14 @@
 """Random numbers are the same in every run and in both executors, whatever the timing."""
 
+import threading
+
 import pytest
 import torch
+import torchrelay
 from gpipe_support import Call, assert_close, assert_same_step, loss_of, mlp, rows, split
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchrelay import GPipe
 
 
 def noise():
@@ -230,3 +235,154 @@ def test_a_layer_that_draws_in_backward(executor):
     expected = run(module, [2, 2, 1], "serial")
     for _ in range(4):
         assert_bitwise(run(module, [2, 2, 1], executor), expected)
+
+
+class Waiting(nn.Module):
+    """Waits, in the given call of its forward, until an event."""
+
+    def __init__(self, call, event):
+        super().__init__()
+        self.call, self.event, self.calls, self.came = call, event, 0, None
+
+    def forward(self, value):
+        self.calls += 1
+        if self.calls == self.call:
+            self.came = self.event.wait(20)
+        return value * 1
+
+
+class Ringing(torch.autograd.Function):
+    """Sets an event in the given call of its backward."""
+
+    @staticmethod
+    def forward(ctx, value, calls, call, event):
+        ctx.state = calls, call, event
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        calls, call, event = ctx.state
+        calls.append(None)
+        if len(calls) == call:
+            event.set()
+        return gradient, None, None, None
+
+
+def test_a_backward_that_draws_nothing_does_not_wait_for_one_that_does():
+    """Partition 0's second recomputation, which draws, is at work until partition 1 has done its last task."""
+    event, calls = threading.Event(), []
+    waiting = Waiting(3 + 2, event)
+    module = nn.Sequential(
+        nn.Linear(4, 4), nn.Dropout(0.5), waiting, Call(lambda v: Ringing.apply(v, calls, 3, event)), nn.Linear(4, 4)
+    ).double()
+    model = GPipe(module, [3, 2], devices=["cpu"] * 2, chunks=3, checkpoint="always", executor="lanes")
+    loss_of(model(rows(6, 4))).backward()
+    assert waiting.came
+
+
+def test_a_forward_that_draws_nothing_does_not_wait_for_one_that_does():
+    """Partition 1, which draws, is at work on micro-batch 1 until partition 0 has done micro-batch 2."""
+    first_is_through, event = threading.Event(), threading.Event()
+    gate, waiting = Waiting(2, first_is_through), Waiting(2, event)
+    seen = []
+
+    def count(value):
+        seen.append(None)
+        if len(seen) == 3:
+            event.set()
+        return value * 1
+
+    def ring(value):
+        first_is_through.set()
+        return value * 1
+
+    module = nn.Sequential(gate, Call(count), nn.Dropout(0.5), waiting, Call(ring)).double()
+    model = split(module, [2, 2, 1], chunks=3, copied=False)
+    model(rows(6, 4))
+    assert gate.came
+    assert waiting.came
+
+
+class Checkpointed(nn.Module):
+    """A layer that checkpoints itself: it sets the generator in backward, whether it draws or not."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, value):
+        return checkpoint(self.layers, value, use_reentrant=False)
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("draws", [True, False])
+def test_layers_that_checkpoint_themselves_beside_layers_that_draw(mode, place, draws):
+    def steps(executor):
+        torch.manual_seed(0)
+        own = [nn.Linear(4, 4), nn.Dropout(0.5)] if draws else [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+        layers: list[nn.Module] = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(3)]
+        layers[place] = Checkpointed(*own)
+        model = GPipe(
+            nn.Sequential(*layers).double(), [1, 1, 1], devices=["cpu"] * 3, chunks=6, checkpoint=mode,
+            executor=executor,
+        )  # fmt: skip
+        left = []
+        for _ in range(3):
+            value = rows(12, 4, requires_grad=True)
+            loss_of(model(value)).backward()
+            left += [value.grad, *(p.grad.clone() for p in model.parameters()), torch.get_rng_state()]
+        return left
+
+    expected = steps("serial")
+    for _ in range(4):
+        assert_bitwise(steps("lanes"), expected)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_backward_that_starts_to_draw_within_a_step_gives_a_warning(late, executor):
+    class Noise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value, calls):
+            ctx.calls = calls
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            ctx.calls.append(None)
+            return gradient + torch.rand_like(gradient) if len(ctx.calls) > 2 else gradient * 1, None
+
+    calls = []
+    layers: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers.insert(2 * late, Call(lambda v: Noise.apply(v, calls)))
+    model = split(nn.Sequential(*layers).double(), [2, 1] if late == 0 else [1, 2], chunks=4, executor=executor)
+    loss = loss_of(model(rows(8, 4, requires_grad=True)))
+    with pytest.warns(RuntimeWarning, match="out of turn in this backward"):
+        loss.backward()
+
+
+def test_a_recomputation_that_draws_another_number_of_times_raises(executor):
+    def draw(value):
+        return value + (0 if torchrelay.is_recomputing() else torch.rand_like(value)) + torch.rand_like(value)
+
+    module = nn.Sequential(nn.Linear(4, 4), Call(draw)).double()
+    model = GPipe(module, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always", executor=executor)
+    loss = loss_of(model(rows(4, 4)))
+    with pytest.raises(RuntimeError, match="did not draw as many random numbers as its forward"):
+        loss.backward()
+
+
+def test_a_layer_that_forks_the_generator_in_forward_disturbs_nobody():
+    """It draws from a seed of its own and puts the state back, so that the state alone shows nothing."""
+
+    def fork(value):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            return value + torch.rand_like(value)
+
+    module = nn.Sequential(
+        nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), Call(fork), nn.Linear(4, 4), nn.Dropout(0.5)
+    ).double()
+    expected = run(module, [2, 2, 2], "serial", chunks=8)
+    for _ in range(6):
+        assert_bitwise(run(module, [2, 2, 2], "lanes", chunks=8), expected)

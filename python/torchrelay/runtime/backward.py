@@ -206,7 +206,7 @@ class Backwards:
         backward.tasks.hooks.restore_all()
         if failed and backward.tasks.streams is not None:
             backward.tasks.streams.settle()
-        self._left.random.finish_backward()
+        self._left.random.finish_backward(failed=failed)
         self._running.pop(_number(), None)
 
 

@@ -3,30 +3,32 @@
 import contextlib
 import ctypes
 import functools
+import os
+import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from hashlib import blake2b
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 from torch import Generator, Tensor
 
 from torchrelay.runtime.waits import waits
 
-__all__ = ["Source", "Turn"]
+__all__ = ["Source", "Turn", "sets"]
 
 T = TypeVar("T")
 
-# Who has the turn on each generator, and what is rung when it is given back.
-_HOLDERS: "dict[torch.device, Turn]" = {}
-_BELLS: dict[torch.device, SimpleQueue[None]] = {}
+# Who has the turn on each generator, and behind it who waits for it; of each process, since a fork has no such threads.
+_QUEUES: "dict[tuple[int, torch.device], deque[Turn]]" = {}
 
 # The longest that a task waits for its turn, in seconds: a layer may compute for long, but not for ever.
 PATIENCE = 1800.0
-# How long it waits for the bell before it looks by itself.
+# How long it waits for its bell before it looks by itself.
 _GLANCE = 0.05
 # How often steps have advanced each generator.
 _ADVANCES: Counter[torch.device] = Counter()
@@ -44,15 +46,16 @@ class Source:
        themselves. Hence a source is made anew for each phase, in the thread that starts it.
     3. An exception that comes from outside (Ctrl-C) may interrupt whoever has the turn, or is about to, at any place;
        the turn is given back. So it is taken by a single operation, that can be asked for its outcome.
+    4. Who came first is first: a lane that gives its turn back and wants another does not overtake those who wait.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.generator = _default_generator(device)
-        holder = _HOLDERS.get(device)
+        queue = _QUEUES.setdefault((os.getpid(), device), deque())
+        holder = _first(queue)
         inside = holder is not None and holder.thread is threading.current_thread()  # invariant 2
-        self._holders = {} if inside else _HOLDERS
-        self._bell = SimpleQueue() if inside else _BELLS.setdefault(device, SimpleQueue())
+        self._queue = deque() if inside else queue
 
     def in_turn(self, seed: int | None, body: "Callable[[Turn], T]") -> T:
         """Call `body` while nobody else has a turn on the generator, which is seeded if a seed is given.
@@ -72,26 +75,30 @@ class Source:
 
     def take(self, turn: "Turn") -> None:
         """For :class:`Turn`: wait for the turn."""
-        if self._holders.setdefault(self.device, turn) is turn:
+        self._queue.append(turn)
+        if _first(self._queue) is turn:
             return
         since = time.perf_counter_ns()
-        while (holder := self._holders.setdefault(self.device, turn)) is not turn:
+        turn.bell = SimpleQueue()
+        while (holder := _first(self._queue)) is not turn:
             if (time.perf_counter_ns() - since) / 1e9 > PATIENCE:
+                name = "nobody" if holder is None else holder.thread.name
                 raise RuntimeError(
                     f"waited {PATIENCE:.0f} s for a turn on the random number generator of {self.device}, which "
-                    f"{holder.thread.name} holds: does a layer wait for another thread that runs a pipeline?"
+                    f"{name} holds: does a layer wait for another thread that runs a pipeline?"
                 )
-            # Whoever gives it back rings; but somebody else may have heard it, or who rang was interrupted.
+            # Whoever leaves rings for the next one; but who was to ring may have been interrupted.
             with contextlib.suppress(Empty):
-                self._bell.get(timeout=min(_GLANCE, PATIENCE))
+                turn.bell.get(timeout=min(_GLANCE, PATIENCE))
         waits(time.perf_counter_ns() - since)
 
     def give_back(self, turn: "Turn") -> None:
         """For :class:`Turn`: as often as one likes."""
-        if self._holders.get(self.device) is turn:
-            del self._holders[self.device]
-            if self._bell.empty():
-                self._bell.put(None)
+        with contextlib.suppress(ValueError):  # it was given back already
+            self._queue.remove(turn)
+        following = _first(self._queue)
+        if following is not None and following.bell is not None:
+            following.bell.put(None)
 
     def state(self) -> Tensor:
         """A copy of the generator's state."""
@@ -121,13 +128,14 @@ class Source:
 class Turn:
     """One turn on a generator; and, at its end, what has been drawn in it, if it was seeded."""
 
-    __slots__ = ("_outside", "_seed", "_source", "thread")
+    __slots__ = ("_outside", "_seed", "_source", "bell", "thread")
 
     def __init__(self, source: Source, seed: int | None) -> None:
         self._source = source
         self._seed = seed
         self._outside: Tensor | None = None
         self.thread = threading.current_thread()
+        self.bell: SimpleQueue[None] | None = None  # once it waits
 
     def begin(self) -> None:
         """Wait for the turn, and seed the generator."""
@@ -157,6 +165,40 @@ class Turn:
         found = state[_PLACE]
         is_fresh = found == _fresh_place() and int.from_bytes(state[_SEED], "little") == self._seed
         return None if is_fresh else tuple(found)
+
+
+_SETTERS = frozenset({"set_state", "graphsafe_set_state", "set_offset", "manual_seed", "seed"})
+
+
+def sets(task: Callable[[], T]) -> tuple[T, set[Generator] | None]:
+    """The result of `task`, and the generators that Python code in this thread sets meanwhile; None if nobody can tell.
+
+    Neither the state nor the generator shows it, if what was there is put back in the end. So Python is asked to report
+    calls, as to a profiler; code in C++, which is most of a backward, does not take longer for it.
+    """
+    if sys.getprofile() is not None:  # there is one already
+        return task(), None
+    found: set[Generator] = set()
+
+    def look(_: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and called.__name__ in _SETTERS and isinstance(called.__self__, Generator):
+            found.add(called.__self__)
+
+    try:
+        sys.setprofile(look)
+        return task(), found
+    finally:
+        try:
+            sys.setprofile(None)
+        finally:  # an interruption as the other begins
+            sys.setprofile(None)
+
+
+def _first(queue: "deque[Turn]") -> "Turn | None":
+    try:
+        return queue[0]
+    except IndexError:
+        return None
 
 
 def _bytes(state: Tensor) -> bytes:

@@ -48,6 +48,7 @@ class MiniBatch:
 
     Attributes:
         parts: the micro-batches. Their tensors are detached, but require gradients as the given ones do.
+        rows: how many each has.
 
     Raises:
         ValueError: no tensor to cut, one without that dimension, numbers of rows that differ, another device.
@@ -62,7 +63,7 @@ class MiniBatch:
         columns = [
             None if whole else _cut(leaf, chunks, dim) for leaf, whole in zip(self._leaves, self._whole, strict=True)
         ]
-        self._rows = next([part.size(dim) for part in column] for column in columns if column is not None)
+        self.rows = next([part.size(dim) for part in column] for column in columns if column is not None)
         self.parts = [
             unflatten(
                 [
@@ -71,13 +72,9 @@ class MiniBatch:
                 ],
                 spec,
             )
-            for i in range(len(self._rows))
+            for i in range(len(self.rows))
         ]
         self._versions = [version(leaf) for leaf in self._leaves]
-
-    def alike(self) -> list[bool]:
-        """Whether each micro-batch has as many rows as the first."""
-        return [rows == self._rows[0] for rows in self._rows]
 
     # ---- writes in place, which whoever saved the memory for a backward must notice
 
@@ -131,7 +128,7 @@ class MiniBatch:
         return torch.cat(
             [
                 torch.zeros_like(leaf.narrow(self._dim, 0, size)) if piece is None else piece
-                for size, piece in zip(self._rows, pieces, strict=True)
+                for size, piece in zip(self.rows, pieces, strict=True)
             ],
             self._dim,
         )

@@ -104,7 +104,7 @@ class _Step:
         if self._streams is not None:
             self._streams.record = record
             self._streams.enter_forward([leaf for part in microbatches for leaf in flatten(part)[0]])
-        self._random = StepRandomness(pipeline.devices, self._input.alike(), pipeline.randomness)
+        self._random = StepRandomness(pipeline.devices, self._input.rows, pipeline.randomness)
         try:
             pipeline.carry_out(
                 phase,
@@ -143,10 +143,10 @@ class _Step:
 
     def _drawing(self, i: int, j: int, value: Any) -> Any:
         """A task's random numbers are those of the plan."""
-        tasks = self._tasks[j]
-        run = tasks.checkpoint if (i, j) in self._recomputed else tasks.forward
+        tasks, recomputed = self._tasks[j], (i, j) in self._recomputed
+        run = tasks.checkpoint if recomputed else tasks.forward
         if self._pipeline.gathers:
-            return self._random.forward(i, j, lambda: self.gathering.task(j, run, i, value))
-        if self._random.is_without_turn(i, j):  # the usual case, and counted in microseconds
+            return self._random.forward(i, j, lambda: self.gathering.task(j, run, i, value), recomputed=recomputed)
+        if self._random.is_without_turn(j):  # the usual case, and counted in microseconds
             return run(i, value)
-        return self._random.forward(i, j, lambda: run(i, value))
+        return self._random.forward(i, j, lambda: run(i, value), recomputed=recomputed)

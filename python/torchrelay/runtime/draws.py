@@ -1,0 +1,213 @@
+"""What one half of a step draws from generators that partitions share, and what has been found out about it.
+
+1. A partition's first task in a half always takes its turn on the generators within its reach, and shows which of them
+   it touches: draws from, or sets (a layer that checkpoints itself sets the generator in backward, even if it draws
+   nothing there).
+2. Its other tasks take turns on what the first one touched, and wait for nobody if that is nothing.
+3. They are watched. Should the caller's generator not be after the half where it was before, or a task leave it at
+   another place than the first one of as many rows, then something may have drawn out of turn. So in the next step
+   every task of that half takes its turn and shows what it touches, which goes on for as long as layers draw so; and
+   there is a warning, at once or when that is known. (It may also have been, say, a thread that loads data, a hook of a
+   parameter, or a layer whose input says how often it draws.)
+
+The watch is no proof: it sees a draw between two turns, but not every one within the turn of another partition. Layers
+that draw for some micro-batches of a step and not for its first are sure to be right with `executor="serial"` only.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from torchrelay.runtime.generators import Source, Turn, sets
+
+__all__ = ["Drawn", "HalfDraws", "HalfWatch"]
+
+T = TypeVar("T")
+
+_CPU = torch.device("cpu")
+
+Drawn = Mapping[torch.device, tuple[int, ...] | None]
+"""How far each generator of a turn has gone since it was seeded; None if nothing was drawn."""
+
+
+class HalfWatch:
+    """What has been found out about one half of a pipeline's steps; kept from step to step."""
+
+    def __init__(self) -> None:
+        # What each partition's first task touched, in the step that gave cause to suspect others.
+        self.suspected: Sequence[set[torch.device]] | None = None
+        self.layers_draw_late = False
+        self.is_cleared = False  # it was not a layer: there is no need to ask again
+        # Whether anything drew in the last step, as far as is known: else nobody is harmed by who sets a generator.
+        self.draws = True
+
+    @property
+    def every_task(self) -> bool:
+        """Whether every task is to take its turn."""
+        return self.suspected is not None or self.layers_draw_late
+
+
+class HalfDraws:
+    """The draws of one half of one step.
+
+    Args:
+        half: "forward" or "backward".
+        devices: one for each partition.
+        sources: the generators.
+        rows: of each micro-batch; those with as many draw as often.
+        watch: what is known of the half.
+        others_draw: something draws besides this half's own tasks, so that it matters who sets a generator.
+
+    Attributes:
+        free: whether the next task of each partition takes no turn.
+        drew: what each partition drew from.
+        touched: what each partition takes turns on.
+    """
+
+    def __init__(
+        self,
+        half: str,
+        devices: Sequence[torch.device],
+        sources: Mapping[torch.device, Source],
+        rows: Sequence[int],
+        watch: HalfWatch,
+        *,
+        others_draw: bool = False,
+    ) -> None:
+        self._half = half
+        self._sources = sources
+        self._mine = [{_CPU, device} & sources.keys() for device in devices]
+        self._rows = rows
+        self._watch = watch
+        self._every_task = watch.every_task
+        self._asks_who_sets = watch.draws or others_draw
+        self._late = False
+        self.free = [False] * len(devices)
+        self._begun = [False] * len(devices)
+        self.drew: list[set[torch.device]] = [set() for _ in devices]
+        self.touched: list[set[torch.device]] = [set() for _ in devices]
+        self._places: list[dict[tuple[torch.device, int], tuple[int, ...] | None]] = [{} for _ in devices]
+        self._strangers: set[torch.device] = set()
+        self._between_turns = False
+        self._marks: dict[torch.device, tuple[bytes, int]] = {}
+
+    # ---- tasks
+
+    def run(self, i: int, j: int, seed: int, task: Callable[[], T], note: Callable[[Drawn], None] | None = None) -> T:
+        """Run partition `j`'s task for micro-batch `i`, drawing from `seed`; tell `note` what, if in a turn."""
+        if self.free[j]:
+            return task()
+
+        def found(drawn: Drawn) -> None:
+            self._compare(i, j, drawn)
+            if note is not None:
+                note(drawn)
+
+        if self._begun[j] and not self._every_task:
+            return self.in_turn(self.touched[j], seed, task, found)
+        return self._watched(j, seed, task, found)
+
+    def _watched(self, j: int, seed: int, task: Callable[[], T], found: Callable[[Drawn], None]) -> T:
+        mine = self._mine[j]
+        drew: set[torch.device] = set()
+        touched: set[torch.device] = set()
+
+        def asking() -> T:
+            if not self._asks_who_sets:
+                return task()
+            result, generators = sets(task)
+            touched.update(d for d in mine if generators is None or self._sources[d].generator in generators)
+            return result
+
+        def ask(drawn: Drawn) -> None:
+            drew.update(device for device, place in drawn.items() if place is not None)
+            found(drawn)
+
+        result = self.in_turn(mine, seed, asking, ask)
+        touched |= drew
+        self._late = self._late or (self._begun[j] and not touched <= self.touched[j])
+        self.drew[j] |= drew
+        self.touched[j] |= touched
+        self._begun[j] = True
+        self.free[j] = not (self.touched[j] or self._every_task)
+        return result
+
+    def in_turn(
+        self, devices: set[torch.device], seed: int, task: Callable[[], T], found: Callable[[Drawn], None] | None
+    ) -> T:
+        """Run a task in turns on these devices' generators, each seeded; tell `found` what it drew."""
+        # One order for all, so that nobody waits crosswise.
+        return self._within([device for device in self._sources if device in devices], {}, seed, task, found)
+
+    def _within(
+        self,
+        devices: Sequence[torch.device],
+        turns: Mapping[torch.device, Turn],
+        seed: int,
+        task: Callable[[], T],
+        found: Callable[[Drawn], None] | None,
+    ) -> T:
+        """Take a turn on each of `devices`, besides those that are taken, and run the task."""
+        if devices:
+            first, rest = devices[0], devices[1:]
+            return self._sources[first].in_turn(
+                seed, lambda turn: self._within(rest, {**turns, first: turn}, seed, task, found)
+            )
+        result = task()
+        if found is not None:
+            found({device: turn.drawn() for device, turn in turns.items()})
+        return result
+
+    def _compare(self, i: int, j: int, drawn: Drawn) -> None:
+        for device, place in drawn.items():
+            if self._places[j].setdefault((device, self._rows[i]), place) != place:
+                self._strangers.add(device)
+
+    # ---- before and after them
+
+    def look(self, source: Source) -> None:
+        """Before the first task, in a turn."""
+        self._marks[source.device] = source.mark()
+
+    def settle(self, source: Source) -> None:
+        """After the last task, in a turn."""
+        if source.device in self._marks and not source.is_at(self._marks[source.device]):
+            self._strangers.add(source.device)
+            self._between_turns = True
+
+    def drawn_from(self) -> set[torch.device]:
+        """What any partition drew from."""
+        return set().union(*self.drew)
+
+    def learn(self) -> None:
+        """After a half that did not fail: judge what has been watched."""
+        watch = self._watch
+        watch.draws = any(self.drew)
+        if not self._every_task:
+            if self._strangers and not watch.is_cleared:
+                watch.suspected = self.touched
+            if self._between_turns and not watch.is_cleared:
+                warnings.warn(
+                    f"something drew random numbers on {min(map(str, self._strangers))} out of turn in this "
+                    f"{self._half}: if that was a layer which drew none for the first micro-batch, the result depended "
+                    f"on timing. The next step will tell",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return
+        before, watch.suspected = watch.suspected, None
+        watch.layers_draw_late = self._late
+        if before is None:
+            return
+        if self._late or any(now - then for now, then in zip(self.touched, before, strict=True)):
+            warnings.warn(
+                f"in the {self._half} of the step before, a layer drew random numbers for some micro-batch though its "
+                f"partition had drawn none for the first: that step's result depended on timing. This one's does not, "
+                f'nor will later ones while it goes on; executor="serial" never does',
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        else:
+            watch.is_cleared = True
