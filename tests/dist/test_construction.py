@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import time
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -150,7 +151,7 @@ def test_a_frozen_module_is_passed_through(rank, world):
         ({"mixed_precision": "bf16"}, NotImplementedError, "autocast"),
         ({"check_reduction": True}, NotImplementedError, "check_reduction"),
         ({"delay_all_reduce_named_params": []}, NotImplementedError, "bucket_cap_mb_list"),
-        ({"device_ids": [0, 1]}, NotImplementedError, "one process per device"),
+        ({"device_ids": [0, 1]}, ValueError, "on the CPU"),
         ({"device_ids": [0]}, ValueError, "on the CPU"),
         ({"device_mesh": "mesh", "process_group": "group"}, ValueError, "one of them"),
     ],
@@ -173,6 +174,25 @@ def test_caps_change_no_bit(rank, world):
         results.append([parameter.grad for parameter in module.parameters()])
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
+
+
+@on_ranks
+def test_a_scripted_module(rank, world):
+    plain = nn.Sequential(mlp(), nn.BatchNorm1d(4).double())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that scripting goes away
+        module = torch.jit.script(copy.deepcopy(plain))
+    wrapped = DistributedDataParallel(module)
+    for seed in range(3):
+        samples = inputs(world, 2, 4, seed=seed)
+        wrapped.zero_grad()
+        plain.zero_grad()
+        loss(wrapped, samples[rank]).backward()
+        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+        assert_same_gradients(module, plain)
+    wrapped(samples[0])  # after the broadcast, all ranks have the same batch
+    for buffer in module.buffers():
+        assert_equal_on_ranks(buffer)
 
 
 @on_ranks

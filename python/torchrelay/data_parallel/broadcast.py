@@ -12,7 +12,7 @@ from torchrelay.data_parallel.parameters import named_buffer_slots
 from torchrelay.data_parallel.waiting import Place, Watch
 from torchrelay.errors import ReductionError
 
-__all__ = ["BufferSync", "broadcast_from"]
+__all__ = ["BufferSync", "broadcast_from", "copy_to"]
 
 _MESSAGE_BYTES = 64 << 20
 
@@ -126,15 +126,32 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield batch
 
 
+def copy_to(device: torch.device, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies tensors to others of the same kinds, most of them on `device`; between devices in large pieces."""
+    there = dict(zip(map(id, sources), targets, strict=True))
+    apart = [source for source in sources if source.device != device and there[id(source)].device == device]
+    near = [source for source in sources if source.device == device or there[id(source)].device != device]
+    if near:
+        _copy_all([there[id(source)] for source in near], near)
+    for batch in _batches(apart):
+        message, views = _pack(batch)
+        _copy_all(views, batch)
+        _copy_all([there[id(source)] for source in batch], _views(message.to(device), batch))
+
+
 def _pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Bytes for one message, and views of them in the shape of the tensors."""
     message = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=tensors[0].device)
+    return message, _views(message, tensors)
+
+
+def _views(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     views, offset = [], 0
     for tensor in tensors:
         piece = message[offset : offset + tensor.nbytes]
         views.append(piece.view(tensor.dtype).view(tensor.shape))
         offset += tensor.nbytes
-    return message, views
+    return views
 
 
 def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

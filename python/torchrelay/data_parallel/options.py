@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-__all__ = ["checked_auto", "forward_sync", "one_device", "refuse_missing"]
+__all__ = ["checked_auto", "chosen_devices", "forward_sync", "output_place", "refuse_missing"]
 
 _INSTEAD = {
     "delay_all_reduce_named_params": "reduces some gradients only after all others; every gradient is reduced with its "
@@ -54,35 +54,45 @@ def forward_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | No
     return True if chosen is None else chosen
 
 
-def one_device(device_ids: Sequence[int | torch.device] | None, devices: Sequence[torch.device]) -> torch.device | None:
-    """The device that inputs are moved to, or None where they are taken as they are.
+def chosen_devices(
+    device_ids: Sequence[int | torch.device | str] | None, devices: Sequence[torch.device]
+) -> list[torch.device]:
+    """The devices that a process computes on, the module's first; none where inputs are taken as they are.
 
     Args:
         device_ids: As given by the user.
         devices: Those of the module's parameters.
 
     Raises:
-        NotImplementedError: Several devices: replicas in one process.
-        ValueError: The device is not where the module is.
+        ValueError: The first device is not where the module is.
     """
     if not device_ids:
-        return None
-    if len(device_ids) > 1:
-        raise NotImplementedError(
-            "device_ids with several devices (replicas in one process) is not supported: start one process per device "
-            "(torchrun --nproc-per-node=...) and pass device_ids=[local_rank], or none"
+        return []
+    accelerator = next((device.type for device in devices if device.type != "cpu"), None)
+    if accelerator is None and any(isinstance(one, int) for one in device_ids):
+        raise ValueError(
+            f"device_ids={list(device_ids)} names an accelerator, but the module is on the CPU: leave it out, or move "
+            "the module first"
         )
-    given = device_ids[0]
-    if isinstance(given, int):
-        accelerator = next((device.type for device in devices if device.type != "cpu"), None)
-        if accelerator is None:
-            raise ValueError(f"device_ids={[given]} names an accelerator, but the module is on the CPU: leave it out")
-        given = torch.device(accelerator, given)
-    given = torch.device(given)
-    if any(device != given for device in devices):
+    given = [_device(one, accelerator) for one in device_ids]
+    if any(device != given[0] for device in devices):
         found = ", ".join(sorted({str(device) for device in devices}))
         raise ValueError(
-            f"device_ids names {given}, but the module's parameters are on {found}: move the module there first, or "
+            f"device_ids names {given[0]} first, but the module's parameters are on {found}: move the module there, or "
             "leave device_ids out for a module on several devices"
         )
     return given
+
+
+def output_place(output_device: int | torch.device | str | None, devices: Sequence[torch.device]) -> torch.device:
+    """Where the outputs of replicas on these devices are joined: on the first one, unless another place is given."""
+    return devices[0] if output_device is None else _device(output_device, devices[0].type)
+
+
+def _device(one: int | torch.device | str, accelerator: str | None) -> torch.device:
+    device = torch.device(accelerator, one) if isinstance(one, int) and accelerator else torch.device(one)
+    if device.type == "cpu":  # there is one, whatever its number
+        return torch.device("cpu")
+    if device.index is None:
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return device

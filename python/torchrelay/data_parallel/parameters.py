@@ -13,7 +13,7 @@ from torch import nn
 from torchrelay.errors import ReductionError
 from torchrelay.planning.bucket_plan import ParameterFacts
 
-__all__ = ["Inventory", "Line", "named_buffer_slots", "take_inventory"]
+__all__ = ["Inventory", "Line", "Table", "named_buffer_slots", "take_inventory"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Inventory:
                 rank.
         """
         # This runs before every forward, so it costs some 0.1 microseconds a parameter.
-        now = list(itertools.chain.from_iterable(map(dict.values, self._tables)))
+        now = list(itertools.chain.from_iterable(map(_values, self._tables)))
         same = len(now) == len(self._contents) and all(map(operator.is_, now, self._contents))
         if not same and self._grown():
             return True
@@ -102,6 +102,7 @@ class Inventory:
 
 
 _dtype = operator.attrgetter("dtype")
+_values = operator.methodcaller("values")  # not that of dict: a scripted module has tables of another type
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -149,18 +150,42 @@ def _tables(module: nn.Module) -> "tuple[list[dict[str, typing.Any]], list[objec
     tables: list[dict[str, typing.Any]] = []
     for owner in module.modules():
         tables += [owner._parameters, owner._modules]
-    return tables, list(itertools.chain.from_iterable(map(dict.values, tables)))
+    return tables, list(itertools.chain.from_iterable(map(_values, tables)))
 
 
-def named_buffer_slots(
-    module: nn.Module, ignored: Collection[str]
-) -> Iterator[tuple[str, dict[str, torch.Tensor | None], str, nn.Module]]:
-    """Each buffer's full name, the dictionary and key that hold it (or None), and its module."""
+class Table(typing.Protocol):
+    """What holds the buffers of a layer."""
+
+    def get(self, key: str, /) -> torch.Tensor | None:
+        """The buffer of this name, or None."""
+
+    def __setitem__(self, key: str, value: torch.Tensor, /) -> None: ...
+
+
+class _ScriptedTable:
+    """The buffers of a scripted layer, which are in no dictionary."""
+
+    def __init__(self, held: typing.Any) -> None:
+        self._held = held
+
+    def get(self, key: str, /) -> torch.Tensor | None:
+        """The buffer of this name, or None."""
+        found: torch.Tensor | None = self._held[key]
+        return found
+
+    def __setitem__(self, key: str, value: torch.Tensor, /) -> None:
+        self._held[key] = value
+
+
+def named_buffer_slots(module: nn.Module, ignored: Collection[str]) -> Iterator[tuple[str, Table, str, nn.Module]]:
+    """Each buffer's full name, the table and key that hold it (or None), and its module."""
     for prefix, owner in module.named_modules():
-        for key in owner._buffers:
+        held = owner._buffers
+        table: Table = held if isinstance(held, dict) else _ScriptedTable(held)
+        for key in held.keys():  # noqa: SIM118  that of a scripted layer cannot be iterated over
             name = f"{prefix}.{key}" if prefix else key
             if name not in ignored:
-                yield name, owner._buffers, key, owner
+                yield name, table, key, owner
 
 
 def _sparse_weights(module: nn.Module) -> Iterator[int]:

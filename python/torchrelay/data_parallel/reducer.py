@@ -25,7 +25,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from torchrelay._core import Readiness, agreed_order
 from torchrelay.data_parallel.averaging import Averager
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.parameters import Inventory
+from torchrelay.data_parallel.replicas import Replicas
 from torchrelay.data_parallel.storage import BucketStorage
 from torchrelay.data_parallel.uneven import Round
 from torchrelay.data_parallel.waiting import Place, Watch, Work
@@ -61,6 +63,7 @@ class Reducer:
         watch: What waits for them.
         as_views: Whether gradients become views of the buckets' memory.
         hook: What is called for a bucket in place of the average, if anything.
+        replicas: The module's replicas in this process, if it has any besides itself.
         replan: Makes the plan anew for an order of arrival and the seconds that a backward takes by itself, as soon as
             these are known; None: the plan stays.
         always: Also if there is one bucket, which no order changes.
@@ -82,10 +85,12 @@ class Reducer:
         *,
         as_views: bool,
         hook: CommHook | None = None,
+        replicas: Replicas | None = None,
         replan: Callable[[list[int], float], BucketPlan] | None = None,
         always: bool = False,
     ) -> None:
         self.plan = plan
+        self._replicas = replicas
         self._replan = replan if len(plan.buckets) > 1 or always else None
         self._began = 0.0
         self._parameters = inventory.tensors
@@ -112,15 +117,20 @@ class Reducer:
         self._warned = False
         self._flying: dict[int, Work] = {}
         self._adrift: list[BucketStorage] = []
+        # With replicas every copy of a parameter counts by itself; copy `c` of parameter `i` is number `c * P + i`.
+        leaves: list[torch.Tensor] = list(inventory.tensors)
+        if replicas is not None:
+            leaves += replicas.copies_of(inventory.tensors)
+        self._copies = len(leaves) // len(inventory.tensors)
         self._readiness = Readiness(
-            len(inventory.tensors),
-            [bucket.members for bucket in plan.buckets],
+            len(leaves),
+            self._counted(),
             begin=_weakly(self.begin),
             launch=_weakly(self._launch_ready),
         )
         handles = [
-            parameter.register_post_accumulate_grad_hook(self._readiness.hook(index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(inventory.tensors)
+            leaf.register_post_accumulate_grad_hook(self._readiness.hook(index))  # type: ignore[no-untyped-call]
+            for index, leaf in enumerate(leaves)
         ]
         self._detach = weakref.finalize(self, _remove_all, handles)
         self._detach.atexit = False
@@ -142,6 +152,41 @@ class Reducer:
         tail = self._storage[-1].tail
         self._used, self._status = tail[: len(parameters)], tail[len(parameters) :]
 
+    # --- replicas: what is known of the copies of a parameter, as of the parameter
+
+    def _counted(self) -> list[list[int]]:
+        """The buckets of the plan, with the copies of their parameters."""
+        step = len(self._names)
+        return [
+            [copy * step + member for copy in range(self._copies) for member in bucket.members]
+            for bucket in self.plan.buckets
+        ]
+
+    def _unused(self) -> frozenset[int]:
+        """Parameters of which no copy was used."""
+        unused = self._readiness.unused
+        if self._copies == 1:
+            return frozenset(unused)
+        counts = Counter(index % len(self._names) for index in unused)
+        return frozenset(index for index, count in counts.items() if count == self._copies)
+
+    def _late(self) -> list[int]:
+        """Parameters of which some copy got a second gradient."""
+        late = self._readiness.late
+        return late if self._copies == 1 else sorted({index % len(self._names) for index in late})
+
+    def _arrival(self) -> list[int]:
+        """Parameters in the order in which the last of their copies had its gradient."""
+        arrival = self._readiness.arrival
+        if self._copies == 1:
+            return arrival
+        latest = {index % len(self._names): place for place, index in enumerate(arrival)}
+        return sorted(latest, key=latest.__getitem__)
+
+    def _add_up(self, members: Iterable[int]) -> None:
+        if self._replicas is not None:
+            self._replicas.add_up([self._parameters[member] for member in members])
+
     def close(self) -> None:
         """Takes the hooks off the parameters."""
         self._detach()
@@ -154,7 +199,7 @@ class Reducer:
 
     def used_names(self) -> set[str]:
         """Names of the parameters that this rank has used since the last reduction."""
-        return set(self._names) - {self._names[index] for index in self._readiness.unused}
+        return set(self._names) - {self._names[index] for index in self._unused()}
 
     def begin(self) -> None:
         """Opens a backward, from within it, unless one is open.
@@ -266,6 +311,7 @@ class Reducer:
 
     def _launch_next(self, unused: frozenset[int]) -> None:
         storage = self._storage[self._launched]
+        self._add_up(storage.bucket.members)
         self._bare |= storage.gather(unused, self._flying)
         if storage is self._storage[-1]:
             self._fill_tail(unused | self._bare)
@@ -289,16 +335,19 @@ class Reducer:
                     self._reduce_rest()
                     self._unreduced = 0
                 else:
+                    self._add_up(range(len(self._names)))
                     self._unreduced += 1
             except BaseException:
                 self._readiness.abandon()
+                if self._replicas is not None:
+                    self._replicas.drop()
                 for storage in self._storage:
                     storage.forget()
                 self._adrift = [storage for storage in self._storage if storage.pending]
                 raise
             finally:
                 self._flying.clear()
-            arrival = self._readiness.arrival if self._reducing and self._replan is not None else []
+            arrival = self._arrival() if self._reducing and self._replan is not None else []
             self._readiness.finish()
             if self._reducing and self._replan is not None:
                 self._rearrange(arrival, took)
@@ -322,7 +371,7 @@ class Reducer:
             if [bucket.members for bucket in self.plan.buckets] == [bucket.members for bucket in before.buckets]:
                 return
             old = self._storage
-            self._readiness.rearrange([bucket.members for bucket in self.plan.buckets])
+            self._readiness.rearrange(self._counted())
             self._allocate()
             if self._as_views:
                 moved = {id(view) for storage in old for view in storage.views}
@@ -330,7 +379,7 @@ class Reducer:
                     storage.take_over(moved)
 
     def _reduce_rest(self) -> None:
-        unused_here = frozenset(self._readiness.unused)
+        unused_here = self._unused()
         while self._launched < len(self._storage):
             if self._hook is not None:
                 self._hook.drain()
@@ -339,8 +388,8 @@ class Reducer:
             self._finish_hooks()
         for storage in self._storage:
             self._wait(storage)
-        self._raise_trouble(self._readiness.late)
-        self._write_back(self._bare.union(self._readiness.unused))
+        self._raise_trouble(self._late())
+        self._write_back(self._bare.union(unused_here))
         self.backwards += 1
 
     def _write_back(self, unused: frozenset[int]) -> None:
@@ -373,7 +422,7 @@ class Reducer:
         if unused:
             self._used[list(unused)] = 0
         self._status.zero_()
-        self._status[self._rank] = _FAILED if self._readiness.late else 1 + min(self._unreduced, _MOST_UNREDUCED)
+        self._status[self._rank] = _FAILED if self._late() else 1 + min(self._unreduced, _MOST_UNREDUCED)
 
     def _raise_trouble(self, late: list[int]) -> None:
         if late:
@@ -456,6 +505,8 @@ class Reducer:
                 self._adrift = list(self._storage)
             self._flying.clear()
             self._readiness.abandon()
+            if self._replicas is not None:
+                self._replicas.drop()
 
     def _send_nothing(self, storages: list[BucketStorage]) -> None:
         """The messages of these buckets, without any gradient in them."""

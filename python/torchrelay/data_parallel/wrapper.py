@@ -5,6 +5,7 @@ import copy
 import datetime
 import functools
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -19,10 +20,11 @@ from torchrelay.data_parallel.broadcast import BufferSync, broadcast_from
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.link import measure_link
 from torchrelay.data_parallel.logging_data import logging_data
-from torchrelay.data_parallel.options import checked_auto, forward_sync, one_device, refuse_missing
+from torchrelay.data_parallel.options import checked_auto, chosen_devices, forward_sync, output_place, refuse_missing
 from torchrelay.data_parallel.outputs import watch_outputs
-from torchrelay.data_parallel.parameters import Inventory, named_buffer_slots, take_inventory
+from torchrelay.data_parallel.parameters import Inventory, Table, named_buffer_slots, take_inventory
 from torchrelay.data_parallel.reducer import Reducer
+from torchrelay.data_parallel.replicas import Replicas
 from torchrelay.data_parallel.uneven import Round, StandIn, find_last, meet
 from torchrelay.data_parallel.waiting import Place, Watch, time_limit
 from torchrelay.data_parallel.weights import checked_weight
@@ -54,9 +56,12 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Args:
         module: What is trained. Parameters and buffers of rank 0 are copied to all ranks.
-        device_ids: The one device that inputs are moved to, or None.
-        output_device: Accepted for compatibility; with one device, outputs are where the module leaves them.
-        dim: Accepted for compatibility; as `output_device`.
+        device_ids: The one device that inputs are moved to, or None. Several devices (one may be there several times,
+            the CPU as well): inputs are cut, replicas of the module compute the parts on these devices side by side,
+            and outputs are joined. The module is on the first one.
+        output_device: Where the outputs of replicas are joined; on the first device by default. With one device,
+            outputs are where the module leaves them.
+        dim: Along which dimension inputs are cut and outputs are joined, for several devices.
         broadcast_buffers: The older name of `forward_sync_buffers`; with False, buffers are not copied at construction
             either.
         init_sync: False: neither compare nor copy anything at construction. The caller vouches for equal modules.
@@ -100,8 +105,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __init__(
         self,
         module: nn.Module,
-        device_ids: Sequence[int | torch.device] | None = None,
-        output_device: int | torch.device | None = None,
+        device_ids: Sequence[int | torch.device | str] | None = None,
+        output_device: int | torch.device | str | None = None,
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
@@ -158,11 +163,18 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._timeout = timeout
         self._watch = self._new_watch()
         inventory = take_inventory(module, self.parameters_to_ignore)
-        self._to_device = one_device(device_ids, sorted({p.device for p in inventory.tensors}, key=str))
+        self._devices = chosen_devices(device_ids, sorted({p.device for p in module.parameters()}, key=str))
         if init_sync:
             self._agree(inventory)
             self._copy_from(0, include_buffers=broadcast_buffers is not False)
         self._link = measure_link(self.process_group, self._device_of(inventory)) if self._auto else None
+        self._replicas = self._replicate()
+        if self._replicas is not None:
+            warnings.warn(
+                f"device_ids has {len(self._devices)} devices for this process, which computes on all of them from one "
+                "interpreter; one process per device (torchrun --nproc-per-node) is faster",
+                stacklevel=2,
+            )
         self._connect(inventory)
 
     # --- training
@@ -181,9 +193,12 @@ class DistributedDataParallel(nn.Module, Joinable):
                 self._prepare_joined()
             else:
                 self._prepare()
-        if self._to_device is not None:
-            inputs, kwargs = _moved((inputs, kwargs), self._to_device)
-        output = self.module(*inputs, **kwargs)
+        if self._replicas is not None:
+            output = self._replicas(inputs, kwargs)
+        else:
+            if self._devices:
+                inputs, kwargs = _moved((inputs, kwargs), self._devices[0])
+            output = self.module(*inputs, **kwargs)
         if trains and self._reducer is not None:
             watch_outputs(output, self._reducer.begin)
         return output
@@ -208,6 +223,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradients arrive, all ranks agree on one and plan anew; a plan that was given stays as it is.
         """
         return self._first_plan if self._reducer is None else self._reducer.plan
+
+    @property
+    def replicas(self) -> tuple[nn.Module, ...]:
+        """The module, and, with several devices, its replicas on the others as they were made for the last forward.
+
+        A replica lists no parameters: its copies of the module's are attributes of its layers.
+        """
+        return (self.module,) if self._replicas is None else self._replicas.modules
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -408,7 +431,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             ],
         )
 
-    def _buffer_slots(self) -> "Iterator[tuple[str, dict[str, torch.Tensor | None], str, nn.Module]]":
+    def _buffer_slots(self) -> Iterator[tuple[str, Table, str, nn.Module]]:
         return named_buffer_slots(self.module, self.parameters_to_ignore)
 
     def _copy_from(self, source: int, *, include_buffers: bool) -> None:
@@ -419,9 +442,16 @@ class DistributedDataParallel(nn.Module, Joinable):
             tensors += [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
         broadcast_from(source, tensors, self.process_group)
 
+    def _replicate(self) -> Replicas | None:
+        if len(self._devices) < 2:
+            return None
+        return Replicas(self.module, self._devices, output_place(self.output_device, self._devices), self.dim)
+
     def _connect(self, inventory: Inventory) -> None:
         """Makes the plan and what carries it out; asks nothing of other ranks."""
         self._inventory = inventory
+        if self._replicas is not None:
+            self._replicas.refresh()  # there may be other parameters than before
         world_size = dist.get_world_size(self.process_group)
         if self._given_plan is None:
             self._first_plan = plan_buckets(inventory.facts, self._limits, world_size=world_size)
@@ -439,6 +469,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 self._watch,
                 as_views=self.gradient_as_bucket_view,
                 hook=self._comm_hook,
+                replicas=self._replicas,
                 replan=replan,
                 always=self._auto,
             )
@@ -543,6 +574,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __getstate__(self) -> dict[str, typing.Any]:
         gone = {"_reducer", "_inventory", "_sync_buffers", "process_group", "device_mesh", "_comm_hook", "_watch"}
+        gone.add("_replicas")
         return {name: value for name, value in self.__dict__.items() if name not in gone}
 
     def __setstate__(self, state: dict[str, typing.Any], group: dist.ProcessGroup | None = None) -> None:
@@ -552,6 +584,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.device_mesh = None
         self.process_group = _group(group, None)
         self._watch = self._new_watch()
+        self._replicas = self._replicate()
         self._connect(take_inventory(self.module, self.parameters_to_ignore))
 
     def __deepcopy__(self, memo: dict[int, typing.Any]) -> "DistributedDataParallel":

@@ -252,6 +252,12 @@ class GPipe(nn.Module):
     def _refuse_moving(self) -> NoReturn:
         raise TypeError("the partitions of a GPipe have devices of their own: give `devices` when it is made")
 
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise NotImplementedError(
+            "a pipeline has devices of its own and cannot be replicated over several of one process: wrap it without "
+            "device_ids, in one process for each pipeline"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_programs": {}}
 
