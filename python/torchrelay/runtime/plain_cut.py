@@ -43,14 +43,13 @@ class PlainCut:
         self.is_possible = spec is TENSOR and len(first.given) == 1 and not first.is_written()
         self._device = device
 
-    def takes(self, leaf: Any, spec: Spec) -> bool:
-        """Whether a value, `leaf` in the structure `spec`, is of the kind that this can cut."""
+    def takes(self, value: Any) -> bool:
+        """Whether `value` is of the kind that this can cut."""
         return (
-            spec is TENSOR
-            and type(leaf) is Tensor
-            and leaf.layout is torch.strided
-            and leaf.device == self._device
-            and names_of(leaf) is None
+            type(value) is Tensor
+            and value.layout is torch.strided
+            and value.device == self._device
+            and names_of(value) is None
         )
 
     def cut(self, leaf: Tensor) -> tuple[Tensor | None, Tensor]:

@@ -20,7 +20,7 @@ from torchrelay.runtime.parameters import trainable
 from torchrelay.runtime.plain_cut import PlainCut, is_write_on_leaf
 from torchrelay.runtime.recompute import checkpointed, recomputed
 from torchrelay.runtime.skips import PartitionSkips, SkipGradients
-from torchrelay.runtime.values import Spec, flatten, unflatten
+from torchrelay.runtime.values import TENSOR, Spec, flatten, unflatten
 
 __all__ = ["PartitionTasks"]
 
@@ -79,6 +79,9 @@ class PartitionTasks:
         """The partition's output for micro-batch `i`."""
         if i == 0:
             self.parameters = trainable(self._module) if self._grad else []
+        elif self._plain_cut is not None and self._plain_cut.takes(value):  # the usual case, counted in microseconds
+            output, self._graphs[i] = self._plainly(i, value, self._plain_cut)
+            return output
         leaves, spec = self._arrived(i, value)
         if not self._grad:
             outputs, output_spec = self._run([moved(leaf, self._device) for leaf in leaves], spec)
@@ -170,8 +173,6 @@ class PartitionTasks:
         return unflatten(outputs, spec)
 
     def _with_graph(self, i: int, leaves: Sequence[Any], spec: Spec) -> tuple[Sequence[Any], Spec, _Graph]:
-        if i > 0 and self._plain_cut is not None and self._plain_cut.takes(leaves[0], spec):
-            return self._with_plain_cut(i, leaves[0], self._plain_cut)
         given = Input(leaves, self._device, popped=0 if self._skips is None else self._skips.popped)
         self._note_given(i, given.given)
         outputs, output_spec = self._run(given.given, spec)
@@ -183,11 +184,12 @@ class PartitionTasks:
         given.let_go()
         return outputs, output_spec, graph
 
-    def _with_plain_cut(self, i: int, leaf: Tensor, plain: PlainCut) -> tuple[Sequence[Any], Spec, _Graph]:
+    def _plainly(self, i: int, leaf: Tensor, plain: PlainCut) -> tuple[Any, _Graph]:
         cut, given = plain.cut(leaf)
-        self._note_given(i, (given,))
+        if self._first:
+            self._note_given(i, (given,))
         try:
-            outputs, output_spec = flatten(self._module(given))
+            output = self._module(given)
         except RuntimeError as error:
             if cut is not None and is_write_on_leaf(error):
                 raise RuntimeError(
@@ -196,11 +198,15 @@ class PartitionTasks:
                     f"inplace=False"
                 ) from error
             raise
-        if len(outputs) > 1:
+        if type(output) is Tensor:
+            graph = _Graph((cut,), (root(output) if output.requires_grad else None,))
+        else:
+            outputs, spec = flatten(output)
             connect_outputs(outputs)
-        graph = _Graph((cut,), [root(leaf) if wants_grad(leaf) else None for leaf in outputs])
+            graph = _Graph((cut,), [root(leaf) if wants_grad(leaf) else None for leaf in outputs])
+            output = unflatten(outputs, spec)
         plain.let_go(cut, given)
-        return outputs, output_spec, graph
+        return output, graph
 
     def _find_plain_cut(self, first: Input, spec: Spec) -> None:
         if self._skips is None:
@@ -259,13 +265,18 @@ class PartitionTasks:
             )
         leaves = _each(_clone, kept.leaves) if keep and self._writes_on_input else kept.leaves
         with self._buffers.as_in_forward(i, keep=keep):
-            _, _, graph = recomputed(lambda: self._with_graph(i, leaves, kept.spec))
+            graph = recomputed(lambda: self._graph_again(i, leaves, kept.spec))
         if [leaf is not None for leaf in graph.outputs] != kept.required:
             raise RuntimeError(
                 "a recomputation gave another number of outputs that require gradients than its forward: the layers "
                 "must do the same both times (torchrelay.is_recomputing() tells them which it is)"
             )
         self._graphs[i] = graph
+
+    def _graph_again(self, i: int, leaves: Sequence[Any], spec: Spec) -> _Graph:
+        if i > 0 and spec is TENSOR and self._plain_cut is not None and self._plain_cut.takes(leaves[0]):
+            return self._plainly(i, leaves[0], self._plain_cut)[1]
+        return self._with_graph(i, leaves, spec)[2]
 
 
 def _each(function: Callable[[Any], Any], leaves: Sequence[Any]) -> list[Any]:
