@@ -10,6 +10,8 @@ what was noted of each micro-batch, and come out as if the mini-batch had never 
 
        mean = sum n mean_i / N        variance = (sum (n - 1) variance_i + sum n (mean_i - mean)^2) / (N - 1)
 
+   Where the layer takes its statistics over ranks (SyncBatchNorm), `n` and `N` count the values of all ranks, which so
+   have the same statistics in the end: those of everything that all ranks were given.
 3. A recomputation notes nothing. Outside of a pipeline, in eval mode, or without running statistics it is plain batch
    norm.
 """
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from torchrelay.runtime.collectives import ranks_of
 from torchrelay.runtime.gathering import microbatch
 from torchrelay.runtime.recompute import is_recomputing
 
@@ -60,13 +63,13 @@ class DeferredBatchNorm(_BatchNorm):
             try:
                 output = super().forward(input)
             except ValueError as error:
-                if count != 1:
+                if count != 1 or self._ranks() > 1:
                     raise
                 raise ValueError(
                     "batch norm needs more than one value for each channel to train, but this micro-batch has one row: "
                     "use fewer chunks, or a mini-batch that leaves each at least two rows"
                 ) from error
-        if task is not None and count > 0:
+        if task is not None and (count > 0 or self._ranks() > 1):
             task.give(self, _Statistics(count, mean, variance))
         return output
 
@@ -111,11 +114,12 @@ class DeferredBatchNorm(_BatchNorm):
         """How many values stand behind each micro-batch's statistics: those of all ranks, where the layer asked all."""
         counts = torch.tensor([float(s.values) for s in statistics], dtype=_precise(statistics[0].mean))
         counts = counts.to(statistics[0].mean.device)
-        if isinstance(self, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
-            group = self.process_group or dist.group.WORLD
-            if dist.get_world_size(group) > 1:
-                dist.all_reduce(counts, group=group)
+        if isinstance(self, nn.SyncBatchNorm) and ranks_of(self) > 1:
+            dist.all_reduce(counts, group=self.process_group or dist.group.WORLD)
         return counts
+
+    def _ranks(self) -> int:
+        return ranks_of(self) if isinstance(self, nn.SyncBatchNorm) else 1
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new_deferred, (self._plain,), self.__dict__.copy()
@@ -130,8 +134,9 @@ def _pooled(statistics: list[_Statistics], counts: Tensor) -> tuple[Tensor, Tens
     variances = torch.stack([s.variance for s in statistics]).to(counts.dtype)
     total = counts.sum()
     mean = (n * means).sum(0) / total
-    squares = ((n - 1) * variances + n * (means - mean).square()).sum(0)
-    return mean, squares / (total - 1)
+    # Of a single value there is no variance of its own.
+    own = torch.where(n > 1, (n - 1) * variances, torch.zeros_like(variances))
+    return mean, (own + n * (means - mean).square()).sum(0) / (total - 1)
 
 
 def _precise(tensor: Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@ from torch import nn
 
 from torchrelay.runtime.buffers import BufferWatch
 from torchrelay.runtime.choice import Choice
+from torchrelay.runtime.collectives import meets_other_ranks
 from torchrelay.runtime.context import CallerContext, needs_callers_thread
 from torchrelay.runtime.executor import Phase
 from torchrelay.runtime.lanes import Lanes
@@ -42,7 +43,7 @@ class Pipeline(NamedTuple):
 
     def is_serial(self) -> bool:
         """Whether a step that begins now is carried out in the caller's thread, forward and backward."""
-        return self.lanes is None or self.lanes.is_inside() or needs_callers_thread()
+        return self.lanes is None or self.lanes.is_inside() or needs_callers_thread() or meets_other_ranks(self.modules)
 
     def carry_out(
         self,
