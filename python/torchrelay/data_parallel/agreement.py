@@ -1,6 +1,7 @@
 """Whether all ranks hold the same model: asked once, before anything is sent that would not fit."""
 
 import hashlib
+import marshal
 import typing
 from collections.abc import Sequence
 
@@ -11,25 +12,32 @@ from torchrelay.errors import RankMismatchError, ReductionError
 
 __all__ = ["agree"]
 
+Entries: typing.TypeAlias = Sequence[str | tuple[object, ...]]
 
-def agree(group: dist.ProcessGroup, watch: Watch, place: Place, what: Sequence[tuple[str, Sequence[object]]]) -> None:
+# The first format: equal values give equal bytes, whichever of them are one object.
+_NO_REFERENCES = 0
+
+
+def agree(group: dist.ProcessGroup, watch: Watch, place: Place, what: Sequence[tuple[str, Entries]]) -> None:
     """Returns if every rank passes the same, and raises on every rank if not.
 
     Args:
         group: The ranks.
         watch: Tells the others that this rank is here.
         place: Where that is.
-        what: Named lists, the same names on every rank; entries are compared by their `str()`.
+        what: Named lists, the same names on every rank; entries are texts or tuples of plain values, and shown by
+            their `str()`.
 
     Raises:
         ReductionError: Another rank did not come.
         RankMismatchError: Names the first list and entry that differ, the ranks, and both sides' values.
     """
-    mine = [(name, [str(entry) for entry in entries]) for name, entries in what]
     watch.write(place)
     try:
-        digests = _gather(group, hashlib.sha256(repr(mine).encode()).hexdigest())
-        everyone = [] if len(set(digests)) == 1 else _gather(group, mine)
+        digests = _gather(group, _digest(what))
+        everyone: list[list[tuple[str, list[str]]]] = []
+        if len(set(digests)) != 1:
+            everyone = _gather(group, [(name, [str(entry) for entry in entries]) for name, entries in what])
     except RuntimeError as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ReductionError(
@@ -41,6 +49,12 @@ def agree(group: dist.ProcessGroup, watch: Watch, place: Place, what: Sequence[t
     if not everyone:
         return
     raise RankMismatchError(first_difference(everyone))
+
+
+def _digest(what: Sequence[tuple[str, Entries]]) -> str:
+    """A hash of the lists. To spell each entry out for a reader takes far longer, and is seldom needed."""
+    plain = [(name, [str(one) if isinstance(one, str) else tuple(one) for one in entries]) for name, entries in what]
+    return hashlib.sha256(marshal.dumps(plain, _NO_REFERENCES)).hexdigest()
 
 
 def first_difference(everyone: Sequence[Sequence[tuple[str, Sequence[str]]]]) -> str:

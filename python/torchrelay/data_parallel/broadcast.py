@@ -1,14 +1,15 @@
 """One rank's parameters and buffers, on every rank: once at construction, and the buffers before each forward."""
 
+import itertools
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from torchrelay.data_parallel.parameters import named_buffer_slots
+from torchrelay.data_parallel.layout import unflattened
+from torchrelay.data_parallel.parameters import BufferSlot
 from torchrelay.data_parallel.waiting import Place, Watch
 from torchrelay.errors import ReductionError
 
@@ -20,7 +21,7 @@ _MESSAGE_BYTES = 64 << 20
 @torch.no_grad()
 def broadcast_from(source: int, tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Overwrites every rank's tensors by one rank's, in messages of one device and at most 64 MiB (or one tensor)."""
-    for batch in _batches([tensor.detach() for tensor in tensors]):
+    for batch in _batches(list(tensors)):
         message, views = _pack(batch)
         if dist.get_rank(group) == source:
             _copy_all(views, batch)
@@ -37,11 +38,11 @@ class BufferSync:
     alone. Only the statistics of normalisation layers in training are overwritten: their backward does not read them.
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[str], group: dist.ProcessGroup, watch: Watch) -> None:
+    def __init__(self, slots: Sequence[BufferSlot], group: dist.ProcessGroup, watch: Watch) -> None:
         self._group = group
         self._watch = watch
         self._rank = dist.get_rank(group)
-        self._slots = [(owner, key, layer) for _, owner, key, layer in named_buffer_slots(module, ignored)]
+        self._slots = slots
         self._held: list[torch.Tensor | None] = []
         self._messages: list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
 
@@ -79,7 +80,7 @@ class BufferSync:
 
     def _look_again(self) -> None:
         """A module may have put other tensors in the place of its buffers; so may the last call."""
-        held = [owner.get(key) for owner, key, _ in self._slots]
+        held = [slot.held for slot in self._slots]
         if len(self._held) == len(held) and all(map(operator.is_, held, self._held)):
             return
         self._held = held
@@ -89,7 +90,7 @@ class BufferSync:
 
     def _receive(self, buffers: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
         statistics = {
-            id(owner.get(key)) for owner, key, layer in self._slots if isinstance(layer, _NormBase) and layer.training
+            id(slot.held) for slot in self._slots if isinstance(slot.owner, _NormBase) and slot.owner.training
         }
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -103,21 +104,24 @@ class BufferSync:
         if targets:
             _copy_all(targets, sources)
         if replaced:
-            for owner, key, _ in self._slots:
-                if (fresh := replaced.get(id(owner.get(key)))) is not None:
-                    owner[key] = fresh
+            for slot in self._slots:
+                if (fresh := replaced.get(id(slot.held))) is not None:
+                    slot.table[slot.key] = fresh
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    devices: dict[torch.device, list[torch.Tensor]] = {}
+    kinds: dict[tuple[torch.device, int, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            devices.setdefault(tensor.device, []).append(tensor)
+            kinds.setdefault((tensor.device, -tensor.element_size(), tensor.dtype), []).append(tensor)
+    devices: dict[torch.device, list[torch.Tensor]] = {}
+    # The widest elements first: then every tensor in a message is aligned. Those of one dtype are neighbours.
+    for kind in sorted(kinds, key=lambda kind: (kind[1], str(kind[2]))):
+        devices.setdefault(kind[0], []).extend(kinds[kind])
     for members in devices.values():
         batch: list[torch.Tensor] = []
         size = 0
-        # The widest elements first: then every tensor in a message is aligned.
-        for tensor in sorted(members, key=lambda tensor: -tensor.element_size()):
+        for tensor in members:
             if batch and size + tensor.nbytes > _MESSAGE_BYTES:
                 yield batch
                 batch, size = [], 0
@@ -146,11 +150,13 @@ def _pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Ten
 
 
 def _views(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    views, offset = [], 0
-    for tensor in tensors:
-        piece = message[offset : offset + tensor.nbytes]
-        views.append(piece.view(tensor.dtype).view(tensor.shape))
-        offset += tensor.nbytes
+    views: list[torch.Tensor] = []
+    offset = 0
+    for dtype, members in itertools.groupby(tensors, key=operator.attrgetter("dtype")):
+        alike = list(members)
+        size = sum(tensor.nbytes for tensor in alike)
+        views += unflattened(message[offset : offset + size].view(dtype), alike)
+        offset += size
     return views
 
 

@@ -1,11 +1,10 @@
 """Which parameters are averaged, what is known of them, and whether that has changed since."""
 
 import dataclasses
-import hashlib
 import itertools
 import operator
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -13,11 +12,10 @@ from torch import nn
 from torchrelay.errors import ReductionError
 from torchrelay.planning.bucket_plan import ParameterFacts
 
-__all__ = ["Inventory", "Line", "Table", "named_buffer_slots", "take_inventory"]
+__all__ = ["BufferSlot", "Inventory", "Line", "take_inventory"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
+class Line(typing.NamedTuple):
     """What ranks compare of one parameter; `str()` is what an error shows."""
 
     name: str
@@ -35,18 +33,59 @@ class Line:
         return ", ".join(words)
 
 
+class Table(typing.Protocol):
+    """What holds the buffers of a layer."""
+
+    def get(self, key: str, /) -> torch.Tensor | None:
+        """The buffer of this name, or None."""
+
+    def __setitem__(self, key: str, value: torch.Tensor, /) -> None: ...
+
+
+class _ScriptedTable:
+    """The buffers of a scripted layer, which are in no dictionary."""
+
+    def __init__(self, held: typing.Any) -> None:
+        self._held = held
+
+    def get(self, key: str, /) -> torch.Tensor | None:
+        """The buffer of this name, or None."""
+        found: torch.Tensor | None = self._held[key]
+        return found
+
+    def __setitem__(self, key: str, value: torch.Tensor, /) -> None:
+        self._held[key] = value
+
+
+class BufferSlot(typing.NamedTuple):
+    """Where a buffer is held: its full name, the table and the key that hold it (or None), and its module."""
+
+    name: str
+    table: Table
+    key: str
+    owner: nn.Module
+
+    @property
+    def held(self) -> torch.Tensor | None:
+        """The buffer."""
+        return self.table.get(self.key)
+
+
 @dataclasses.dataclass(frozen=True)
 class Inventory:
     """The parameters of a module as they were when it was looked through.
 
     `names` and `tensors` are those to be averaged (trainable and not ignored), in order of definition; `lines` has
-    every parameter. A parameter that several modules share counts once, under its first name.
+    every parameter. A parameter that several modules share counts once, under its first name. `shared` are all
+    parameters that are not ignored, and `buffers` the places of those buffers.
     """
 
     names: tuple[str, ...]
     tensors: tuple[nn.Parameter, ...]
     facts: tuple[ParameterFacts, ...]
     lines: tuple[Line, ...]
+    shared: tuple[nn.Parameter, ...]
+    buffers: "tuple[BufferSlot, ...]"
     _places: dict[str, nn.Parameter]
     _tables: "list[dict[str, typing.Any]]"
     _contents: list[object]
@@ -78,7 +117,8 @@ class Inventory:
 
     def _grown(self) -> bool:
         """Whether parameters were added, once modules or parameters are not those that they were."""
-        now = dict(_places(self._module, self._ignored))
+        walk = list(self._module.named_modules())
+        now = dict(_places(walk, self._ignored))
         for name, parameter in self._places.items():
             if now.get(name) is not parameter:
                 raise ReductionError(
@@ -87,18 +127,18 @@ class Inventory:
                 )
         if len(now) > len(self._places):
             return True
-        tables, contents = _tables(self._module)
+        tables, contents = _tables(walk)
         self._tables[:], self._contents[:] = tables, contents
         return False
+
+    def held_buffers(self) -> list[torch.Tensor]:
+        """The buffers that are there now, each once."""
+        return list({id(held): held for slot in self.buffers if (held := slot.held) is not None}.values())
 
     def added(self, before: "Inventory") -> list[nn.Parameter]:
         """Parameters that an earlier inventory of the module has not."""
         known = set(map(id, before._places.values()))
         return list({id(one): one for one in self._places.values() if id(one) not in known}.values())
-
-    def digest(self) -> bytes:
-        """A hash that is equal on two ranks if and only if their lines are."""
-        return hashlib.sha256("\n".join(map(repr, self.lines)).encode()).digest()
 
 
 _dtype = operator.attrgetter("dtype")
@@ -112,108 +152,92 @@ def take_inventory(module: nn.Module, ignored: Collection[str]) -> Inventory:
     Raises:
         ValueError: A parameter has no memory of its own yet (a lazy one) or shares it with itself (an expanded one).
     """
-    sparse = set(_sparse_weights(module))
-    known: dict[int, tuple[str, nn.Parameter, bool]] = {}
-    for name, parameter in _places(module, ()):
+    # Models have tens of thousands of parameters: modules are walked through once, and each parameter is asked once.
+    walk = list(module.named_modules())
+    sparse = {
+        id(layer.weight) for _, layer in walk if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+    }
+    known: dict[int, nn.Parameter] = {}
+    names, tensors, facts, lines, shared, idle = [], [], [], [], [], []
+    dtypes, devices = _Names(), _Names()
+    for name, parameter in _places(walk, ()):
+        if id(parameter) in known:
+            continue
+        known[id(parameter)] = parameter
         _check(name, parameter)
-        known.setdefault(id(parameter), (name, parameter, name in ignored))
-    tables, contents = _tables(module)
-    averaged = [(name, parameter) for name, parameter, left_alone in known.values() if not left_alone]
-    chosen = [(name, parameter) for name, parameter in averaged if parameter.requires_grad]
-    tensors = tuple(parameter for _, parameter in chosen)
+        trained, ignored_here, scattered = parameter.requires_grad, name in ignored, id(parameter) in sparse
+        shape, strides, dtype = tuple(parameter.shape), parameter.stride(), dtypes[parameter.dtype]
+        if 1 in shape:  # the stride of such a dimension means nothing
+            strides = tuple(stride if size != 1 else 0 for size, stride in zip(shape, strides, strict=True))
+        lines.append(Line(name, shape, strides, dtype, trained, ignored_here, scattered))
+        if ignored_here:
+            continue
+        shared.append(parameter)
+        if not trained:
+            idle.append(parameter)
+            continue
+        names.append(name)
+        tensors.append(parameter)
+        device = devices[parameter.device]
+        facts.append(ParameterFacts(name, parameter.numel(), parameter.element_size(), dtype, device, scattered))
+    tables, contents = _tables(walk)
     return Inventory(
-        names=tuple(name for name, _ in chosen),
-        tensors=tensors,
-        facts=tuple(_facts(name, parameter, id(parameter) in sparse) for name, parameter in chosen),
-        lines=tuple(_line(*entry, id(entry[1]) in sparse) for entry in known.values()),
-        _places=dict(_places(module, ignored)),
+        names=tuple(names),
+        tensors=tuple(tensors),
+        facts=tuple(facts),
+        lines=tuple(lines),
+        shared=tuple(shared),
+        buffers=tuple(_buffer_slots(walk, ignored)),
+        _places=dict(_places(walk, ignored)),
         _tables=tables,
         _contents=contents,
         _module=module,
         _ignored=ignored,
-        _idle=tuple(parameter for _, parameter in averaged if not parameter.requires_grad),
+        _idle=tuple(idle),
         _dtypes=[parameter.dtype for parameter in tensors],
     )
 
 
-def _places(module: nn.Module, ignored: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
+class _Names(dict[typing.Any, str]):
+    """The names of a module's few dtypes or devices: spelling them out anew for each parameter is slow."""
+
+    def __missing__(self, key: object) -> str:
+        return self.setdefault(key, str(key).removeprefix("torch."))
+
+
+def _places(walk: "Iterable[tuple[str, nn.Module]]", ignored: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
     """Every place that holds a parameter, by its full name; one that is shared has several."""
-    for prefix, owner in module.named_modules():
+    for prefix, owner in walk:
         for key, parameter in owner._parameters.items():
-            name = f"{prefix}.{key}" if prefix else key
+            name = f"{prefix}.{key}" if prefix else str(key)
             if parameter is not None and name not in ignored:
                 yield name, parameter
 
 
-def _tables(module: nn.Module) -> "tuple[list[dict[str, typing.Any]], list[object]]":
+def _tables(walk: "Iterable[tuple[str, nn.Module]]") -> "tuple[list[dict[str, typing.Any]], list[object]]":
     """Where parameters and modules are held, and what is there now."""
     tables: list[dict[str, typing.Any]] = []
-    for owner in module.modules():
+    for _, owner in walk:
         tables += [owner._parameters, owner._modules]
     return tables, list(itertools.chain.from_iterable(map(_values, tables)))
 
 
-class Table(typing.Protocol):
-    """What holds the buffers of a layer."""
-
-    def get(self, key: str, /) -> torch.Tensor | None:
-        """The buffer of this name, or None."""
-
-    def __setitem__(self, key: str, value: torch.Tensor, /) -> None: ...
-
-
-class _ScriptedTable:
-    """The buffers of a scripted layer, which are in no dictionary."""
-
-    def __init__(self, held: typing.Any) -> None:
-        self._held = held
-
-    def get(self, key: str, /) -> torch.Tensor | None:
-        """The buffer of this name, or None."""
-        found: torch.Tensor | None = self._held[key]
-        return found
-
-    def __setitem__(self, key: str, value: torch.Tensor, /) -> None:
-        self._held[key] = value
-
-
-def named_buffer_slots(module: nn.Module, ignored: Collection[str]) -> Iterator[tuple[str, Table, str, nn.Module]]:
-    """Each buffer's full name, the table and key that hold it (or None), and its module."""
-    for prefix, owner in module.named_modules():
+def _buffer_slots(walk: "Iterable[tuple[str, nn.Module]]", ignored: Collection[str]) -> "Iterator[BufferSlot]":
+    for prefix, owner in walk:
         held = owner._buffers
         table: Table = held if isinstance(held, dict) else _ScriptedTable(held)
         for key in held.keys():  # noqa: SIM118  that of a scripted layer cannot be iterated over
             name = f"{prefix}.{key}" if prefix else key
             if name not in ignored:
-                yield name, table, key, owner
-
-
-def _sparse_weights(module: nn.Module) -> Iterator[int]:
-    for layer in module.modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
-            yield id(layer.weight)
+                yield BufferSlot(name, table, key, owner)
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
-    if nn.parameter.is_lazy(parameter):
+    if type(parameter) is not nn.Parameter and nn.parameter.is_lazy(parameter):
         raise ValueError(
             f"parameter {name} is lazy and has no shape yet; run one forward of the module on a sample, then wrap it"
         )
-    if parameter.requires_grad and any(
-        stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
-    ):
+    if 0 not in (strides := parameter.stride()) or not parameter.requires_grad:
+        return
+    if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, strides, strict=True)):
         raise ValueError(f"parameter {name} is expanded: several of its elements share memory; wrap a clone of it")
-
-
-def _facts(name: str, parameter: nn.Parameter, sparse: bool) -> ParameterFacts:
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return ParameterFacts(name, parameter.numel(), parameter.element_size(), dtype, str(parameter.device), sparse)
-
-
-def _line(name: str, parameter: nn.Parameter, ignored: bool, sparse: bool) -> Line:
-    # The stride of a dimension of size 1 means nothing.
-    strides = tuple(
-        stride if size != 1 else 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
-    )
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return Line(name, tuple(parameter.shape), strides, dtype, parameter.requires_grad, ignored, sparse)

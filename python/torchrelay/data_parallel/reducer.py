@@ -35,6 +35,7 @@ from torch.autograd import Variable
 from torchrelay._core import Readiness, agreed_order
 from torchrelay.data_parallel.averaging import Averager
 from torchrelay.data_parallel.comm_hook import CommHook
+from torchrelay.data_parallel.gradient_hooks import attach
 from torchrelay.data_parallel.parameters import Inventory
 from torchrelay.data_parallel.replicas import Replicas
 from torchrelay.data_parallel.storage import BucketStorage
@@ -128,11 +129,8 @@ class Reducer:
             begin=_weakly(self.begin),
             launch=_weakly(self._launch_ready),
         )
-        handles = [
-            leaf.register_post_accumulate_grad_hook(self._readiness.hook(index))  # type: ignore[no-untyped-call]
-            for index, leaf in enumerate(leaves)
-        ]
-        self._detach = weakref.finalize(self, _remove_all, handles)
+        hooks = map(self._readiness.hook, range(len(leaves)))
+        self._detach = weakref.finalize(self, attach(leaves, hooks))
         self._detach.atexit = False
 
     def _allocate(self) -> None:
@@ -552,11 +550,6 @@ def _weakly(method: Callable[..., object]) -> Callable[..., object]:
         return None if alive is None else alive(*arguments)
 
     return call
-
-
-def _remove_all(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _first_line(error: Exception) -> str:

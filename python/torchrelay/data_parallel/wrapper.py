@@ -17,12 +17,13 @@ from torch.utils import _pytree as pytree
 
 from torchrelay.data_parallel.agreement import agree
 from torchrelay.data_parallel.broadcast import BufferSync, broadcast_from
+from torchrelay.data_parallel.collections_paused import collections_paused
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.link import measure_link
 from torchrelay.data_parallel.logging_data import logging_data
 from torchrelay.data_parallel.options import checked_auto, chosen_devices, forward_sync, output_place, refuse_missing
 from torchrelay.data_parallel.outputs import watch_outputs
-from torchrelay.data_parallel.parameters import Inventory, Table, named_buffer_slots, take_inventory
+from torchrelay.data_parallel.parameters import Inventory, take_inventory
 from torchrelay.data_parallel.reducer import Reducer
 from torchrelay.data_parallel.replicas import Replicas
 from torchrelay.data_parallel.uneven import Round, StandIn, find_last, meet
@@ -162,20 +163,21 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.process_group = _group(process_group, device_mesh)
         self._timeout = timeout
         self._watch = self._new_watch()
-        inventory = take_inventory(module, self.parameters_to_ignore)
-        self._devices = chosen_devices(device_ids, sorted({p.device for p in module.parameters()}, key=str))
-        if init_sync:
-            self._agree(inventory)
-            self._copy_from(0, include_buffers=broadcast_buffers is not False)
-        self._link = measure_link(self.process_group, self._device_of(inventory)) if self._auto else None
-        self._replicas = self._replicate()
+        with collections_paused():
+            inventory = take_inventory(module, self.parameters_to_ignore)
+            self._devices = chosen_devices(device_ids, sorted({p.device for p in module.parameters()}, key=str))
+            if init_sync:
+                self._agree(inventory)
+                self._copy_from(0, inventory, include_buffers=broadcast_buffers is not False)
+            self._link = measure_link(self.process_group, self._device_of(inventory)) if self._auto else None
+            self._replicas = self._replicate()
+            self._connect(inventory)
         if self._replicas is not None:
             warnings.warn(
                 f"device_ids has {len(self._devices)} devices for this process, which computes on all of them from one "
                 "interpreter; one process per device (torchrun --nproc-per-node) is faster",
                 stacklevel=2,
             )
-        self._connect(inventory)
 
     # --- training
 
@@ -409,9 +411,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _agree(self, inventory: Inventory) -> None:
         buffers = [
-            f"{name}: shape {list(held.shape)}, {held.dtype}"
-            for name, owner, key, _ in self._buffer_slots()
-            if (held := owner.get(key)) is not None
+            f"{slot.name}: shape {list(held.shape)}, {held.dtype}"
+            for slot in inventory.buffers
+            if (held := slot.held) is not None
         ]
         given = [] if self._given_plan is None else [str(bucket.names) for bucket in self._given_plan.buckets]
         limits = "chosen for the link" if self._auto else f"{self._limits} bytes"
@@ -431,15 +433,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             ],
         )
 
-    def _buffer_slots(self) -> Iterator[tuple[str, Table, str, nn.Module]]:
-        return named_buffer_slots(self.module, self.parameters_to_ignore)
-
-    def _copy_from(self, source: int, *, include_buffers: bool) -> None:
-        tensors: list[torch.Tensor] = [
-            parameter for name, parameter in self.module.named_parameters() if name not in self.parameters_to_ignore
-        ]
-        if include_buffers:
-            tensors += [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
+    def _copy_from(self, source: int, inventory: Inventory, *, include_buffers: bool) -> None:
+        tensors: list[torch.Tensor] = [*inventory.shared, *(inventory.held_buffers() if include_buffers else ())]
         broadcast_from(source, tensors, self.process_group)
 
     def _replicate(self) -> Replicas | None:
@@ -460,7 +455,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         replan: Callable[[list[int], float], BucketPlan] | None = None
         if self._given_plan is None:
             replan = functools.partial(_plan_anew, inventory.facts, self._limits, self._link, world_size)
-        self._sync_buffers = BufferSync(self.module, self.parameters_to_ignore, self.process_group, self._watch)
+        self._sync_buffers = BufferSync(inventory.buffers, self.process_group, self._watch)
         self._reducer = (
             Reducer(
                 inventory,
@@ -528,7 +523,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _copy_last(self, is_last_joiner: bool) -> None:
         """The model of the rank that has trained to the end, when all are through."""
         source = find_last(self.process_group, self.join_device, is_last=is_last_joiner)
-        self._copy_from(source, include_buffers=self.forward_sync_buffers)
+        self._copy_from(source, self._inventory, include_buffers=self.forward_sync_buffers)
         self._leave_join()
 
     def _leave_join(self) -> None:
@@ -540,8 +535,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         inventory = take_inventory(self.module, self.parameters_to_ignore)
         self._agree(inventory)
         if added := inventory.added(self._inventory):
-            buffers = [held for _, owner, key, _ in self._buffer_slots() if (held := owner.get(key)) is not None]
-            broadcast_from(0, [*added, *buffers], self.process_group)
+            broadcast_from(0, [*added, *inventory.held_buffers()], self.process_group)
         self._reconnect(inventory)
 
     def _reconnect(self, inventory: Inventory) -> None:

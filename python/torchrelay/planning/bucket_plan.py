@@ -15,6 +15,7 @@ What the plan keeps to, whatever the parameters:
 import dataclasses
 import json
 import math
+import typing
 from collections.abc import Iterable, Sequence
 
 from torchrelay import _core
@@ -30,8 +31,7 @@ _VERSION = 1
 _ORIGIN = {"definition": "", "arrival": " (by arrival)", "given": " (given)"}
 
 
-@dataclasses.dataclass(frozen=True)
-class ParameterFacts:
+class ParameterFacts(typing.NamedTuple):
     """What planning knows of a parameter: `name`, `numel` elements of `itemsize` bytes each, the names of its `dtype`
     and `device`, and whether its gradients will be `sparse`.
     """
