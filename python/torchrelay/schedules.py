@@ -10,7 +10,6 @@ A schedule is a plain value. Make one by name or from explicit actions, then ver
 """
 
 from torchrelay._core import Action, Costs, Found, Schedule, Simulation
-from torchrelay.planning.drawing import svg
 from torchrelay.planning.schedules import make, names, search
 
-__all__ = ["Action", "Costs", "Found", "Schedule", "Simulation", "make", "names", "search", "svg"]
+__all__ = ["Action", "Costs", "Found", "Schedule", "Simulation", "make", "names", "search"]

@@ -3,9 +3,8 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -236,23 +235,8 @@ def _costs(file: str | None) -> Costs:
 
 
 def _write(file: str, schedule: Schedule, costs: Costs) -> None:
-    title = escape(f"{schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} micro-batches")
-    picture = schedules.svg(schedule, costs, width=_width(schedule))
-    page = (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>\n'
-        f"<body><h1>{title}</h1>\n{picture}</body></html>\n"
-    )
+    content = schedule.to_svg(costs) if file.endswith(".svg") else schedule.to_html(costs)
     try:
-        Path(file).write_text(picture if file.endswith(".svg") else page)
+        Path(file).write_text(content, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror}") from None
-
-
-def _width(schedule: Schedule) -> int:
-    """Enough for numbers in the bars, as far as a page can be scrolled."""
-    longest = max(len(actions) for actions in _lists(schedule))
-    return min(max(1000, 28 * longest), 20_000)
-
-
-def _lists(schedule: Schedule) -> Sequence[Sequence[object]]:
-    return [schedule.actions(rank) for rank in range(schedule.ranks)]

@@ -32,7 +32,7 @@ pub use limits::MAX_CELLS;
 pub use partition::{Member, MemberKind, Occurrence, Problem, verify_partition};
 pub use schedule::{
     Action, At, Blocked, Cause, Costs, Entry, Gpipe, Held, Idle, Kind, Links, Lowering, MAX_STAGES, Maker,
-    PerStage, Placement, Recompute, Schedule, Simulation, Span, make_gpipe,
+    PerStage, Placement, Recompute, Schedule, Simulation, Span, TextCell, TextPicture, TextRow, make_gpipe,
 };
 pub use search::{Found, search};
 pub use skip::{Skip, SkipProblem, SkipRole, SkipUse, verify_skips};

@@ -30,7 +30,7 @@ mod _core {
     #[pymodule_export]
     use crate::schedule::{
         Action, Costs, Found, Schedule, Simulation, make_gpipe, make_schedule, schedule_names,
-        search_schedule,
+        search_schedule, text_picture,
     };
     #[pymodule_export]
     use crate::skip::verify_skips;

@@ -250,10 +250,93 @@ impl Schedule {
         PyList::new(py, held.into_iter().map(|held| (held.inputs, held.activations)))
     }
 
-    /// The schedule as a picture in plain text.
-    #[pyo3(signature = (width=80))]
-    fn draw(&self, py: Python<'_>, width: usize) -> String {
-        py.detach(|| self.0.draw(width))
+    /// The schedule in time as a picture of text: a row for each rank.
+    ///
+    /// At most `width` characters wide: by default as the terminal, or 80 where stdout is none. `colour` says whether with
+    /// escape codes for colours; by default if stdout is a terminal that has any. Without `costs` every action takes one
+    /// unit of time, but a whole backward two where others are split. A schedule that cannot be carried out is drawn by
+    /// position, and says so. Raises `PlanError` for costs that do not fit.
+    #[pyo3(signature = (width=None, *, costs=None, colour=None))]
+    fn draw<'py>(
+        slf: &Bound<'py, Self>,
+        width: Option<usize>,
+        costs: Option<&Bound<'py, Costs>>,
+        colour: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        picture(slf.py(), "terminal", "draw", (slf, width, costs, colour))
+    }
+
+    /// The schedule in time as the text of an SVG picture, `width` pixels wide: a row for each rank, and below it what the
+    /// rank holds. Bars say on hover what they are.
+    ///
+    /// Raises `ScheduleError` if the schedule cannot be carried out, `PlanError` for costs that do not fit or a width below
+    /// 200.
+    #[pyo3(signature = (costs=None, *, width=1000))]
+    fn to_svg<'py>(
+        slf: &Bound<'py, Self>,
+        costs: Option<&Bound<'py, Costs>>,
+        width: usize,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        picture(slf.py(), "svg", "svg", (slf, costs, width))
+    }
+
+    /// The schedule in time as the text of an HTML page that needs nothing else: the picture, which can be zoomed, and says
+    /// of the place that one points at what is done, when, and what is held.
+    ///
+    /// Raises `ScheduleError` if the schedule cannot be carried out, `PlanError` for costs that do not fit.
+    #[pyo3(signature = (costs=None))]
+    fn to_html<'py>(
+        slf: &Bound<'py, Self>,
+        costs: Option<&Bound<'py, Costs>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        picture(slf.py(), "page", "page", (slf, costs))
+    }
+
+    /// The schedule in time as a PNG picture, `width` pixels wide, drawn by matplotlib.
+    ///
+    /// Raises `ImportError` if that is not installed, `ScheduleError` if the schedule cannot be carried out, `PlanError` for
+    /// costs that do not fit or a width that is not 200 to 20,000.
+    #[pyo3(signature = (costs=None, *, width=1600))]
+    fn to_png<'py>(
+        slf: &Bound<'py, Self>,
+        costs: Option<&Bound<'py, Costs>>,
+        width: usize,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        picture(slf.py(), "png", "png", (slf, costs, width))
+    }
+
+    /// The schedule in time as JSON for <https://ui.perfetto.dev> or `chrome://tracing`, a unit of the costs as a
+    /// microsecond.
+    ///
+    /// Raises `ScheduleError` if the schedule cannot be carried out, `PlanError` for costs that do not fit.
+    #[pyo3(signature = (costs=None))]
+    fn to_perfetto<'py>(
+        slf: &Bound<'py, Self>,
+        costs: Option<&Bound<'py, Costs>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        picture(slf.py(), "perfetto", "events", (slf, costs))
+    }
+
+    /// Writes `path` as its name ends and returns it: `.csv` and `.json` the schedule, `.svg`, `.html` and `.png` a picture,
+    /// `.trace.json` for Perfetto.
+    ///
+    /// Raises what `to_csv`, `to_json`, `to_svg`, `to_html`, `to_png` and `to_perfetto` raise, `PlanError` for another
+    /// ending, and `OSError`.
+    #[pyo3(signature = (path, costs=None))]
+    fn save<'py>(
+        slf: &Bound<'py, Self>,
+        path: &Bound<'py, PyAny>,
+        costs: Option<&Bound<'py, Costs>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        picture(slf.py(), "files", "save", (slf, path, costs))
+    }
+
+    fn _repr_html_<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        picture(slf.py(), "svg", "repr_html", (slf,))
+    }
+
+    fn __rich__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        picture(slf.py(), "terminal", "Coloured", (slf,))
     }
 
     /// The schedule as CSV, as torch reads it: a row for each rank, an action in each cell. The name is not in it.
@@ -296,6 +379,38 @@ impl Schedule {
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
         Ok((py.get_type::<Self>().getattr("from_json")?, (self.to_json(py, None)?,)))
     }
+}
+
+/// Calls what draws in Python, where the libraries for it are.
+fn picture<'py>(
+    py: Python<'py>,
+    module: &str,
+    function: &str,
+    arguments: impl pyo3::call::PyCallArgs<'py>,
+) -> PyResult<Bound<'py, PyAny>> {
+    py.import(format!("torchrelay.planning.pictures.{module}"))?.getattr(function)?.call1(arguments)
+}
+
+/// A row of a picture in parts: what stands before it, and its cells with the kinds of action that they show.
+type TextRow = (String, Vec<(String, Option<&'static str>)>);
+
+/// The parts of a picture of text, for who gives them colours: its rows; what to know about it; and how many cells there
+/// are for a character, where they are letters, or 0.
+#[pyfunction]
+pub fn text_picture(
+    py: Python<'_>,
+    schedule: &Bound<'_, Schedule>,
+    costs: Option<&Bound<'_, Costs>>,
+    width: usize,
+    per_character: usize,
+) -> PyResult<(Vec<TextRow>, Vec<String>, usize)> {
+    let (schedule, costs) = (schedule.get(), costs.map(|costs| &costs.get().0));
+    let picture = py.detach(|| schedule.0.text_picture(costs, width, per_character)).map_err(to_py)?;
+    let row = |row: core::TextRow| {
+        let cells = row.cells.into_iter().map(|cell| (cell.text, cell.kind.map(core::Kind::text)));
+        (row.head, cells.collect())
+    };
+    Ok((picture.rows.into_iter().map(row).collect(), picture.notes, picture.per_character))
 }
 
 /// What the actions of each stage cost.

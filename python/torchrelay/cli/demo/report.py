@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from torchrelay.cli.demo.job import BALANCE, BATCH, RANKS, Epoch, Job, Outcome, Planned, Recorded
 from torchrelay.schedules import Costs, Schedule
@@ -36,7 +37,7 @@ class Report:
         self._section("Which partition computes which layers, in each rank")
         self._text(planned.partitions)
         self._section(f"In what order, for {schedule.microbatches} micro-batches; a row here is a partition")
-        self._text(schedule.draw(width=min(self._console.width, 100)))
+        self._console.print(Text.from_ansi(schedule.draw(width=min(self._console.width, 100))), soft_wrap=True)
         self._text("Verified: complete, in order, free of deadlock.")
         self._text(
             f"Predicted bubble: {_bubble(schedule):.1%} of the partitions' time, if they are equal and a backward "

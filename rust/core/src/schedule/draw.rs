@@ -1,13 +1,17 @@
 //! A schedule as a picture in plain text.
 //!
-//! A row per rank, a column per unit of time: every action takes one, and a whole backward two where others are split.
-//! Where the picture is too wide, a column shrinks to a letter, and then stands for several units of time; where it is
-//! too high, rows in the middle are left out. The last lines say what was done.
+//! A row per rank, and time runs to the right:
+//!
+//! 1. While there is room for it, a column is as long as the shortest action, and says which action is done.
+//! 2. Else a column is a letter, the kind of most of what is done in that time: of the shortest action's length if that
+//!    fits, and otherwise as many as there is room for.
+//! 3. Where there are too many ranks, rows in the middle are left out. The last lines say what was done.
 
 use std::fmt::Write as _;
 
 use super::action::{Action, Kind};
 use super::{Costs, Schedule};
+use crate::error::{Error, Result};
 
 /// More rows than this are cut in the middle.
 const MAX_ROWS: usize = 32;
@@ -15,21 +19,119 @@ const MAX_ROWS: usize = 32;
 const MIN_COLUMNS: usize = 16;
 const IDLE: char = '.';
 
-/// An action and the units of time that it takes.
+/// A picture whose parts are still apart, for those who give them colours.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TextPicture {
+    /// A row per rank that is shown, the first rank's first; one that says how many are left out.
+    pub rows: Vec<TextRow>,
+    /// What to know about it, a line each.
+    pub notes: Vec<String>,
+    /// How many cells are meant for one character; 0 where a cell names its action, and is as wide as that.
+    pub per_character: usize,
+}
+
+/// A row of a [`TextPicture`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TextRow {
+    /// What stands before it, as wide in every row.
+    pub head: String,
+    /// From left to right.
+    pub cells: Vec<TextCell>,
+}
+
+/// A column of a [`TextRow`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TextCell {
+    /// What is printed.
+    pub text: String,
+    /// What is done; `None` if nothing.
+    pub kind: Option<Kind>,
+}
+
+impl TextCell {
+    fn idle(text: impl Into<String>) -> Self {
+        Self { text: text.into(), kind: None }
+    }
+}
+
+/// An action, and from when to when.
 struct Bar {
     action: Action,
-    start: usize,
-    end: usize,
+    start: f64,
+    end: f64,
 }
 
 type Row = Vec<Bar>;
 
 impl Schedule {
     /// The picture, without a newline at its end, `width` characters wide at most (unless that leaves less than a few
-    /// columns). A schedule that cannot be carried out is drawn by position instead of time, and a line at the end says so.
+    /// columns). Every action takes one unit of time, but a whole backward two where others are split. A schedule that
+    /// cannot be carried out is drawn by position instead of time, and a line at the end says so.
     pub fn draw(&self, width: usize) -> String {
-        let (rows, in_time) = self.rows();
-        let units = rows.iter().filter_map(|row| row.last()).map(|bar| bar.end).max().unwrap_or(0);
+        let (rows, is_time) = self.rows(&self.usual()).unwrap_or_else(|_| (self.positions(), false));
+        self.composed(&rows, is_time, width, 1).to_string()
+    }
+
+    /// The same for given costs (by default those of [`Schedule::draw`]) and still in parts. Where cells are letters, there
+    /// are `per_character` times as many as there is room for.
+    ///
+    /// # Errors
+    /// Those of [`Costs::check`].
+    pub fn text_picture(
+        &self,
+        costs: Option<&Costs>,
+        width: usize,
+        per_character: usize,
+    ) -> Result<TextPicture> {
+        let (rows, is_time) = match costs {
+            Some(costs) => self.rows(costs)?,
+            None => self.rows(&self.usual())?,
+        };
+        Ok(self.composed(&rows, is_time, width, per_character.max(1)))
+    }
+
+    fn usual(&self) -> Costs {
+        let split = self.actions.iter().flatten().any(|action| action.kind() == Kind::WeightGrad);
+        Costs { backward: Some(if split { 2.0 } else { 1.0 }.into()), ..Costs::default() }
+    }
+
+    /// What each rank does when, and whether that is time: a schedule that cannot be carried out has only positions.
+    fn rows(&self, costs: &Costs) -> Result<(Vec<Row>, bool)> {
+        let simulation = match self.simulate(costs) {
+            Ok(simulation) => simulation,
+            Err(error @ (Error::BadCost { .. } | Error::BadMemory { .. } | Error::CostsDiffer { .. })) => {
+                return Err(error);
+            }
+            Err(_) => return Ok((self.positions(), false)),
+        };
+        let row = |rank| {
+            let bar = |span: &super::Span| Bar { action: span.action, start: span.start, end: span.end };
+            let mut row: Row = simulation.spans(rank).unwrap_or_default().iter().map(bar).collect();
+            // Two that overlap are drawn one after the other, in the time of both.
+            for &position in self.overlaps(rank) {
+                if let Some([first, second]) = row.get_mut(position..position + 2) {
+                    let (one, other) = (alone(costs, first.action), alone(costs, second.action));
+                    let share = if one + other > 0.0 { one / (one + other) } else { 0.5 };
+                    first.end = first.start + share * (first.end - first.start);
+                    second.start = first.end;
+                }
+            }
+            row.retain(|bar| bar.end > bar.start);
+            row
+        };
+        Ok(((0..simulation.ranks()).map(row).collect(), true))
+    }
+
+    /// The order alone.
+    #[allow(clippy::cast_precision_loss)] // far fewer than 2^53
+    fn positions(&self) -> Vec<Row> {
+        let bar =
+            |(place, &action): (usize, &Action)| Bar { action, start: place as f64, end: place as f64 + 1.0 };
+        self.actions.iter().map(|actions| actions.iter().enumerate().map(bar).collect()).collect()
+    }
+
+    fn composed(&self, rows: &[Row], is_time: bool, width: usize, per_character: usize) -> TextPicture {
+        let end = rows.iter().filter_map(|row| row.last()).fold(0.0, |latest, bar| bar.end.max(latest));
         let margin = format!("rank {} |", self.ranks() - 1).len();
         let room = width.saturating_sub(margin).max(MIN_COLUMNS);
         let (top, bottom) = if rows.len() > MAX_ROWS {
@@ -38,66 +140,45 @@ impl Schedule {
             (rows.len(), rows.len())
         };
         let shown = || rows.iter().enumerate().filter(|(rank, _)| *rank < top || *rank >= bottom);
+        let shortest = shown().flat_map(|(_, row)| row).map(|bar| bar.end - bar.start).fold(end, f64::min);
+        // Beyond what fits it does not matter how many.
+        let units = if end > 0.0 { columns(end / shortest) } else { 0 };
 
         // Labels matter only where there is room for the shortest of them.
         let labels = if units * 2 <= room { shown().flat_map(|(_, row)| row).collect() } else { Vec::new() };
         let longest = labels.iter().map(|bar| self.label(bar.action).len()).max();
         let numbered = longest.filter(|longest| units * (longest + 1) <= room);
-        let scale = units.div_ceil(room).max(1);
+        let count = if units <= room * per_character { units } else { room * per_character };
+        let scale = if count == units { shortest } else { end / as_float(count) };
+        let per_character = if numbered.is_some() { 0 } else { count.div_ceil(room).max(1) };
 
-        let mut picture = String::new();
+        let mut drawn = Vec::new();
         for (rank, row) in shown() {
             if rank == bottom {
-                let _ = writeln!(picture, "{:>margin$} {} ranks left out", "...", bottom - top);
+                drawn.push(TextRow {
+                    head: format!("{:>margin$}", "..."),
+                    cells: vec![TextCell::idle(format!(" {} ranks left out", bottom - top))],
+                });
             }
-            let line = match numbered {
-                Some(longest) => self.with_numbers(row, units, longest),
-                None => letters(row, units, scale),
-            };
-            let _ = writeln!(picture, "{:>margin$}{line}", format!("rank {rank} |"));
+            drawn.push(TextRow {
+                head: format!("{:>margin$}", format!("rank {rank} |")),
+                cells: match numbered {
+                    Some(longest) => self.with_numbers(row, units, shortest, longest),
+                    None => letters(row, count, scale, end),
+                },
+            });
         }
-        picture += if in_time { "(time runs to the right)" } else { "(NOT VALID: columns are positions)" };
-        match (numbered, scale) {
-            _ if units == 0 => {}
-            (Some(_), _) => {}
-            (None, 1) => picture += "\n(too wide for numbers: a letter is one unit)",
-            (None, scale) => {
-                let _ = write!(picture, "\n(too wide for numbers: a letter is {scale} units)");
-            }
+        let mut notes = vec![
+            if is_time { "(time runs to the right)" } else { "(NOT VALID: columns are positions)" }
+                .to_owned(),
+        ];
+        if count > 0 && numbered.is_none() {
+            notes.push(match number(scale * as_float(per_character)).as_str() {
+                "1" => "(too wide for numbers: a letter is one unit)".to_owned(),
+                each => format!("(too wide for numbers: a letter is {each} units)"),
+            });
         }
-        picture
-    }
-
-    /// What each rank does when, and whether that is time: a schedule that cannot be carried out has only positions.
-    fn rows(&self) -> (Vec<Row>, bool) {
-        let split = self.actions.iter().flatten().any(|action| action.kind() == Kind::WeightGrad);
-        let backward = if split { 2.0 } else { 1.0 };
-        let by_position = |actions: &Vec<Action>| {
-            let bar = |(start, &action)| Bar { action, start, end: start + 1 };
-            actions.iter().enumerate().map(bar).collect()
-        };
-        match self.simulate(&Costs { backward: Some(backward.into()), ..Costs::default() }) {
-            Err(_) => (self.actions.iter().map(by_position).collect(), false),
-            #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // sums of ones and twos
-            Ok(simulation) => {
-                let bar = |span: &super::Span| Bar {
-                    action: span.action,
-                    start: span.start as usize,
-                    end: span.end as usize,
-                };
-                let row = |rank| {
-                    let mut row: Row = simulation.spans(rank).unwrap_or_default().iter().map(bar).collect();
-                    // Two that overlap are drawn one after the other, in the time of both.
-                    for &position in self.overlaps(rank) {
-                        let forward_ends = row.get(position).map_or(0, |bar| bar.start + 1);
-                        row.iter_mut().skip(position).take(1).for_each(|bar| bar.end = forward_ends);
-                        row.iter_mut().skip(position + 1).take(1).for_each(|bar| bar.start = forward_ends);
-                    }
-                    row
-                };
-                ((0..simulation.ranks()).map(row).collect(), true)
-            }
-        }
+        TextPicture { rows: drawn, notes, per_character }
     }
 
     /// `F3`, or `1F3` where ranks hold several stages.
@@ -111,43 +192,97 @@ impl Schedule {
     }
 
     /// A column per unit, each with its action's label.
-    fn with_numbers(&self, row: &Row, units: usize, width: usize) -> String {
-        let mut columns = vec![IDLE.to_string(); units];
+    fn with_numbers(&self, row: &Row, count: usize, unit: f64, width: usize) -> Vec<TextCell> {
+        let mut cells = vec![TextCell::idle(format!(" {IDLE:>width$}")); count];
         for bar in row {
-            columns
-                .iter_mut()
-                .take(bar.end)
-                .skip(bar.start)
-                .for_each(|column| *column = self.label(bar.action));
+            // At least one, since no action is shorter than a unit.
+            let (from, to) = (columns_until(bar.start / unit), columns_until(bar.end / unit));
+            let text = format!(" {:>width$}", self.label(bar.action));
+            for cell in cells.iter_mut().take(to).skip(from) {
+                *cell = TextCell { text: text.clone(), kind: Some(bar.action.kind()) };
+            }
         }
-        columns.iter().fold(String::new(), |mut line, column| {
-            let _ = write!(line, " {column:>width$}");
-            line
-        })
+        cells
     }
 }
 
-/// A letter per `scale` units: what most of them are, the earliest if there are as many of others.
-fn letters(row: &Row, units: usize, scale: usize) -> String {
-    let mut columns: Vec<Vec<(char, usize)>> = vec![Vec::new(); units.div_ceil(scale)];
+impl std::fmt::Display for TextPicture {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for row in &self.rows {
+            f.write_str(&row.head)?;
+            row.cells.iter().try_for_each(|cell| f.write_str(&cell.text))?;
+            f.write_char('\n')?;
+        }
+        f.write_str(&self.notes.join("\n"))
+    }
+}
+
+/// What an action takes by itself, of the kinds that may overlap.
+fn alone(costs: &Costs, action: Action) -> f64 {
+    match action.kind() {
+        Kind::Backward => costs.backward_of(action.stage()),
+        Kind::InputGrad => costs.input_grad.of(action.stage()),
+        _ => costs.forward.of(action.stage()),
+    }
+}
+
+/// Columns of length one that hold so much; a little more is a sum that is not exact.
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // saturates, and is not negative
+fn columns(length: f64) -> usize {
+    (length - 1e-6).ceil().min(1e9) as usize
+}
+
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // saturates, and is not negative
+fn columns_until(place: f64) -> usize {
+    place.round() as usize
+}
+
+#[allow(clippy::cast_precision_loss)] // far fewer than 2^53
+fn as_float(count: usize) -> f64 {
+    count as f64
+}
+
+/// Three digits, without zeros at the end.
+fn number(value: f64) -> String {
+    if !(1e-3..1e6).contains(&value) {
+        return format!("{value:.2e}");
+    }
+    let decimals = if value < 1.0 { 4 } else { usize::from(value < 100.0) };
+    let text = format!("{value:.decimals$}");
+    if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').to_owned() } else { text }
+}
+
+/// A letter per `scale` of time: what most of it is, the earliest if there is as much of others.
+fn letters(row: &Row, count: usize, scale: f64, end: f64) -> Vec<TextCell> {
+    // The kinds of each column, and how long they last in it.
+    let mut found: Vec<Vec<(Kind, f64)>> = vec![Vec::new(); count];
     for bar in row {
-        let letter = bar.action.kind().text().chars().next().unwrap_or(IDLE);
-        for (index, counts) in
-            columns.iter_mut().enumerate().take(bar.end.div_ceil(scale)).skip(bar.start / scale)
-        {
-            let units = bar.end.min((index + 1) * scale) - bar.start.max(index * scale);
-            match counts.iter_mut().find(|(known, _)| *known == letter) {
-                Some((_, count)) => *count += units,
-                None => counts.push((letter, units)),
+        // A sum that is not exact must not reach into the next column.
+        let first = columns_until((bar.start / scale + 1e-6).floor());
+        for (index, kinds) in found.iter_mut().enumerate().skip(first) {
+            let (left, right) = (as_float(index) * scale, as_float(index + 1) * scale);
+            if left + 1e-6 * scale >= bar.end {
+                break;
+            }
+            let within = bar.end.min(right) - bar.start.max(left);
+            match kinds.iter_mut().find(|(kind, _)| *kind == bar.action.kind()) {
+                Some((_, length)) => *length += within,
+                None => kinds.push((bar.action.kind(), within)),
             }
         }
     }
-    let most = |(index, counts): (usize, Vec<(char, usize)>)| {
-        let busy: usize = counts.iter().map(|(_, count)| count).sum();
-        let idle = scale.min(units - index * scale) - busy;
+    let most = |(index, kinds): (usize, Vec<(Kind, f64)>)| {
+        let busy: f64 = kinds.iter().map(|(_, length)| length).sum();
+        let idle = (end - as_float(index) * scale).min(scale) - busy;
         // The last of the largest is taken, hence in reverse.
-        let best = counts.into_iter().rev().max_by_key(|(_, count)| *count);
-        best.filter(|(_, count)| *count >= idle).map_or(IDLE, |(letter, _)| letter)
+        let best = kinds.into_iter().rev().max_by(|a, b| a.1.total_cmp(&b.1));
+        match best.filter(|(_, length)| *length + 1e-9 * scale >= idle) {
+            Some((kind, _)) => {
+                let letter = kind.text().chars().next().unwrap_or(IDLE);
+                TextCell { text: letter.into(), kind: Some(kind) }
+            }
+            None => TextCell::idle(IDLE),
+        }
     };
-    columns.into_iter().enumerate().map(most).collect()
+    found.into_iter().enumerate().map(most).collect()
 }

@@ -23,6 +23,7 @@ mod walk;
 
 pub use action::{Action, Kind, MAX_STAGES};
 pub use costs::{Costs, Links, PerStage};
+pub use draw::{TextCell, TextPicture, TextRow};
 pub use entry::Entry;
 pub use held::Held;
 pub use lower::Lowering;
