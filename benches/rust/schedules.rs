@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use torchrelay_core::{Costs, Gpipe, Lowering, Maker, PerStage, Schedule, clock_cycles, make_gpipe, search};
+use torchrelay_core::{
+    Costs, Gpipe, Lowering, Maker, PerStage, Schedule, Search, clock_cycles, make_gpipe, search,
+};
 
 /// Partitions and micro-batches.
 const SIZES: [(usize, usize); 4] = [(4, 8), (32, 128), (128, 1024), (512, 4096)];
@@ -70,7 +72,8 @@ fn search_for(criterion: &mut Criterion) {
         let (placement, limit): (Vec<_>, PerStage) = ((0..p).collect(), limit.into());
         group.bench_function(format!("{p}x{m}"), |bencher| {
             bencher.iter(|| {
-                search(black_box(&placement), m, &Costs::default(), Some(&limit), None, &mut || true)
+                let options = Search::default();
+                search(black_box(&placement), m, &Costs::default(), Some(&limit), options, &mut |_| true)
             });
         });
     }

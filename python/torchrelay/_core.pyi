@@ -65,7 +65,9 @@ def search_schedule(
     costs: Costs,
     *,
     memory_limit: float | Sequence[float] | None = None,
+    exact: bool = False,
     time_limit: float | None = None,
+    progress: Callable[[float, float, float], object] | None = None,
 ) -> Found: ...
 def make_gpipe(
     ranks: int, microbatches: int, *, backward: bool = True, ascending: bool = False, recompute: str = "never"
@@ -160,6 +162,8 @@ class Found(Schedule):
     def lower_bound(self) -> float: ...
     @property
     def gap(self) -> float: ...
+    @property
+    def proven(self) -> bool: ...
 
 _PerStage: TypeAlias = float | Sequence[float]  # the same for every stage, or one for each
 

@@ -122,14 +122,82 @@ def test_a_time_limit_is_kept_and_does_no_harm() -> None:
     assert longer.cost <= quick.cost
 
 
-def test_ctrl_c_gives_the_best_so_far() -> None:
+@pytest.mark.parametrize("row", PUBLISHED["exact_optima"]["rows"], ids=lambda row: f"{row['p']}x{row['m']}")
+def test_optima_of_an_integer_program_are_proven(row: dict[str, Any]) -> None:
+    times, memory = PUBLISHED["exact_optima"]["costs"], PUBLISHED["exact_optima"]["memory_effects"]
+    costs = Costs(
+        times["F"],
+        times["B"],
+        times["W"],
+        transfer=times["C"],
+        forward_memory=memory["F"],
+        input_grad_memory=memory["B"],
+        weight_grad_memory=memory["W"],
+    )
+    found = schedules.search(ranks=row["p"], microbatches=row["m"], costs=costs, memory_limit=row["memory"], exact=True)
+    assert found.proven
+    assert found.gap == 0
+    assert found.simulate(costs).cost == found.cost == row["optimum"]
+    assert max(found.simulate(costs).peak_memory) <= row["memory"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_for_unequal_stages_is_proven(seed: int) -> None:
+    costs = random_costs(seed, 4)
+    options: dict[str, Any] = {"ranks": 4, "microbatches": 8, "costs": costs, "memory_limit": 4}
+    quick, found = schedules.search(**options), schedules.search(**options, exact=True)
+    assert found.proven
+    assert quick.lower_bound * (1 - 1e-9) <= found.cost <= quick.cost
+    assert found == schedules.search(**options, exact=True)
+
+
+def test_progress_is_told() -> None:
+    heard: list[tuple[float, float, float]] = []
+    found = schedules.search(
+        ranks=4,
+        microbatches=8,
+        costs=random_costs(3, 4),
+        memory_limit=4,
+        exact=True,
+        progress=lambda *told: heard.append(told),
+    )
+    costs, bounds, seconds = zip(*heard, strict=True)
+    assert list(costs) == sorted(costs, reverse=True)
+    assert list(bounds) == sorted(bounds)
+    assert list(seconds) == sorted(seconds)
+    # The search by rules is above the bound, the proof comes after it.
+    assert bounds[0] < found.lower_bound == pytest.approx(found.cost)
+    assert costs[-1] >= found.cost
+
+
+def test_an_error_of_who_is_told_is_passed_on() -> None:
+    def fail(*_: float) -> None:
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        schedules.search(ranks=4, microbatches=8, costs=random_costs(3, 4), progress=fail)
+
+
+def test_a_proof_keeps_its_time_limit() -> None:
+    # Too many schedules to go through.
+    options: dict[str, Any] = {"ranks": 8, "microbatches": 32, "costs": random_costs(4, 8), "memory_limit": 8}
+    found = schedules.search(**options, exact=True, time_limit=0.5)
+    assert not found.proven
+    assert found.gap > 0
+    assert found.cost <= schedules.search(**options, time_limit=0).cost
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_ctrl_c_gives_the_best_so_far(exact: bool) -> None:
     # A shell that starts the tests in the background has it ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        timer = threading.Timer(0.3, _thread.interrupt_main)
+        timer = threading.Timer(1.0, _thread.interrupt_main)
         timer.start()
         # Unequal stages, so that the bound is not reached and the search would go on for an hour.
-        found = schedules.search(ranks=8, microbatches=32, costs=random_costs(0, 8), memory_limit=8, time_limit=3600)
+        found = schedules.search(
+            ranks=8, microbatches=32, costs=random_costs(4, 8), memory_limit=8, exact=exact, time_limit=3600
+        )
         timer.join()
     finally:
         signal.signal(signal.SIGINT, before)

@@ -96,7 +96,10 @@ def search(
     microbatches: _Microbatches = 8,
     costs: _CostsFile = None,
     memory: _Memory = None,
-    placement: Annotated[str, typer.Option(metavar="loop|v", help="Where stages are.")] = "loop",
+    placement: Annotated[
+        str, typer.Option(metavar="loop|v|0,1,..", help="Where stages are; or the rank of each.")
+    ] = "loop",
+    exact: Annotated[bool, typer.Option("--exact", help="Go on until the best is proven to be that.")] = False,
     seconds: Annotated[float | None, typer.Option(help="How long; by default a fixed effort.")] = None,
     draw: _Draw = False,
     json: _Json = False,
@@ -112,6 +115,7 @@ def search(
         costs=costs,
         memory=memory,
         placement=placement,
+        exact=exact,
         seconds=seconds,
         draw=draw,
         as_json=json,

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,29 +50,35 @@ def search(
     costs: str | None,
     memory: float | None,
     placement: str,
+    exact: bool,
     seconds: float | None,
     draw: bool,
     as_json: bool,
     as_csv: bool,
     html: str | None,
 ) -> None:
-    """Prints the best schedule that is found.
+    """Prints the best schedule that is found; how the search goes is told to a terminal's stderr.
 
     Raises:
         UserError: none can be found for these numbers.
     """
-    with _user_errors():
+    with _user_errors(), _progress() as progress:
         found = schedules.search(
             ranks=ranks,
             microbatches=microbatches,
             costs=_costs(costs),
             memory_limit=memory,
-            placement=placement,
+            placement=_map(placement),
+            exact=exact,
             time_limit=seconds,
+            progress=progress,
         )
     _print(found, costs, memory, draw=draw, as_json=as_json, as_csv=as_csv, html=html)
     if not (as_json or as_csv):
-        print(f"at most {found.gap:.1%} above the best that there is (proven bound {found.lower_bound:g})")
+        if found.proven:
+            print(f"proven to be the best that there is: none costs less than {found.cost:g}")
+        else:
+            print(f"at most {found.gap:.1%} above the best that there is (proven bound {found.lower_bound:g})")
 
 
 def compare(ranks: int, microbatches: int, *, costs: str | None, memory: float | None) -> None:
@@ -118,6 +124,33 @@ def simulate(file: str, *, costs: str | None) -> None:
     path = [str(action) for _, action, _, _ in simulation.critical_path]
     shown = path if len(path) <= 12 else [*path[:6], "...", *path[-5:]]
     print(f"critical path, {len(path)} actions: {' '.join(shown)}")
+
+
+def _map(placement: str) -> str | list[int]:
+    """A name of a placement, or the rank of each stage."""
+    ranks = placement.split(",")
+    return [int(rank) for rank in ranks] if all(rank.strip().isdecimal() for rank in ranks) else placement
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[float, float, float], None] | None]:
+    """A line on a terminal that says how far a search has come, gone when it ends."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    blank = "\r" + " " * 78 + "\r"
+
+    def show(cost: float, lower_bound: float, seconds: float) -> None:
+        # A search that is over before anyone can read says nothing.
+        if seconds >= 0.5:
+            line = f"{seconds:.0f} s: cost {cost:g}, none below {lower_bound:g}; Ctrl-C for the best so far"
+            sys.stderr.write(blank + line[:78])
+            sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        sys.stderr.write(blank)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The schedules by name."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchrelay._core import Costs, Found, Schedule, make_gpipe, make_schedule, schedule_names, search_schedule
 from torchrelay.errors import PlanError
@@ -49,7 +49,9 @@ def search(
     costs: Costs,
     memory_limit: float | Sequence[float] | None = None,
     placement: str | Sequence[int] = "loop",
+    exact: bool = False,
     time_limit: float | None = None,
+    progress: Callable[[float, float, float], object] | None = None,
 ) -> Found:
     """The best schedule that is found for these costs, and how far it may be from the best that there is.
 
@@ -64,12 +66,18 @@ def search(
         placement: The rank of each stage; or ``"loop"``, stage `s` on rank `s % ranks`; or ``"v"``, forth over the
             ranks and back. There are as many stages as costs that are given as lists; otherwise a loop has one on each
             rank, a V two.
-        time_limit: Seconds to search for. Without it the effort is fixed, and the same arguments give the same
-            schedule. Ctrl-C ends the search, and the best so far is returned.
+        exact: Whether to go on until the schedule is proven to be the best (of those without recomputation). That takes
+            as long as it takes, which is not long for a few ranks or where the bound is near; a time limit ends it
+            with what is known by then. Nothing can be proven beyond the bound where whole backwards take less time
+            than their parts, overlapping ones less than one after the other, or transfers hold up others.
+        time_limit: Seconds to search for. Without it the effort is fixed (or that of the proof), and the same arguments
+            give the same schedule. Ctrl-C ends the search, and the best so far is returned.
+        progress: Called with the cost of the best schedule so far, the bound and the seconds that have passed; whenever
+            one of the former two changes, and five times a second.
 
     Returns:
-        A `Schedule` that also has `cost`, `lower_bound` (no schedule within the limit costs less: proven) and `gap`,
-        the share of the bound by which the cost exceeds it.
+        A `Schedule` that also has `cost`, `lower_bound` (no schedule within the limit costs less: proven), `gap`, the
+        share of the bound by which the cost exceeds it, and `proven`: whether there is no gap.
 
     Raises:
         PlanError: Numbers of which no plan can be made, or no schedule was found within the limit.
@@ -78,7 +86,15 @@ def search(
         placement = _placement(placement, ranks, _stages(costs))
     elif len(set(placement)) != ranks or max(placement) >= ranks:
         raise PlanError(f"the placement must have a stage for each of the {ranks} ranks, but is {list(placement)}")
-    return search_schedule(placement, microbatches, costs, memory_limit=memory_limit, time_limit=time_limit)
+    return search_schedule(
+        placement,
+        microbatches,
+        costs,
+        memory_limit=memory_limit,
+        exact=exact,
+        time_limit=time_limit,
+        progress=progress,
+    )
 
 
 def _stages(costs: Costs) -> int | None:

@@ -34,7 +34,7 @@ pub use schedule::{
     Action, At, Blocked, Cause, Costs, Entry, Gpipe, Held, Idle, Kind, Links, Lowering, MAX_STAGES, Maker,
     PerStage, Placement, Recompute, Schedule, Simulation, Span, TextCell, TextPicture, TextRow, make_gpipe,
 };
-pub use search::{Found, search};
+pub use search::{Found, Progress, Search, search};
 pub use skip::{Skip, SkipProblem, SkipRole, SkipUse, verify_skips};
 pub use streams::{
     Buffer, Event, Half, Hazard, Host, Message, Operation, Place, Stream, StreamPlan, Use, Work, plan_streams,
