@@ -36,6 +36,69 @@ fn model(costs: &[u128], parts: usize) -> Vec<usize> {
     divisions(costs.len(), parts).into_iter().min_by_key(rank).unwrap()
 }
 
+/// The same by trying every cut from every place, part by part: for more layers than have their divisions counted.
+fn by_every_cut(costs: &[u64], parts: usize) -> Vec<usize> {
+    let layers = costs.len();
+    let mut before = vec![0u128];
+    for &cost in costs {
+        before.push(before[before.len() - 1] + u128::from(cost));
+    }
+    // For each number of parts, counted from the last one, and each beginning: the smallest largest cost.
+    let mut largest = vec![vec![u128::MAX; layers + 1]; parts + 1];
+    largest[0][layers] = 0;
+    for k in 1..=parts {
+        for begin in 0..layers {
+            let part = |end: usize| (before[end] - before[begin]).max(largest[k - 1][end]);
+            largest[k][begin] = (begin + 1..=layers).map(part).min().unwrap();
+        }
+    }
+    let limit = largest[parts][0];
+    let mut best = vec![vec![None; layers + 1]; parts + 1];
+    best[0][layers] = Some((0u128, 0, 0));
+    for k in 1..=parts {
+        for begin in 0..layers {
+            let part = |end: usize| {
+                let (cost, count) = (before[end] - before[begin], end - begin);
+                let (squares, counts, _) = best[k - 1][end]?;
+                (cost <= limit).then_some((squares + cost * cost, counts + count * count, Reverse(end)))
+            };
+            best[k][begin] = (begin + 1..=layers)
+                .filter_map(part)
+                .min()
+                .map(|(squares, counts, end)| (squares, counts, end.0));
+        }
+    }
+    let (mut sizes, mut begin) = (Vec::new(), 0);
+    for k in (1..=parts).rev() {
+        let (_, _, end) = best[k][begin].unwrap();
+        sizes.push(end - begin);
+        begin = end;
+    }
+    sizes
+}
+
+/// A model with layers that cost more than the fair share of others: the cuts between the others can be anywhere.
+fn skewed() -> impl Strategy<Value = (Vec<u64>, usize)> {
+    let most = prop_oneof![Just(1u64), Just(3), Just(50), Just(1_000_000)];
+    most.prop_flat_map(|most| {
+        let cost = prop_oneof![8 => 0..=most, 1 => Just(0), 1 => Just(most)];
+        (
+            vec(cost, 20..90),
+            vec((any::<prop::sample::Index>(), 1..400u64), 1..4),
+            any::<prop::sample::Index>(),
+            Just(most),
+        )
+    })
+    .prop_map(|(mut costs, large, parts, most)| {
+        for (place, times) in large {
+            let place = place.index(costs.len());
+            costs[place] = times * most;
+        }
+        let parts = parts.index(costs.len()) + 1;
+        (costs, parts)
+    })
+}
+
 /// Costs, many of them equal or zero, and a number of parts that fits.
 fn cases(largest: u64) -> impl Strategy<Value = (Vec<u64>, usize)> {
     let cost = prop_oneof![2 => Just(0), 3 => 0..4u64, 5 => 0..=largest];
@@ -95,6 +158,11 @@ proptest! {
         };
         let least = divisions(costs.len(), parts).iter().map(largest).min().unwrap();
         prop_assert_eq!(largest(&balance(&mixed, parts).unwrap()), least);
+    }
+
+    #[test]
+    fn skewed_ones_are_divided_as_if_every_cut_was_tried((costs, parts) in skewed()) {
+        prop_assert_eq!(balance(&costs, parts).unwrap(), by_every_cut(&costs, parts));
     }
 
     #[test]

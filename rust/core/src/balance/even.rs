@@ -32,6 +32,22 @@ impl Weights {
     fn sum(&self, place: usize) -> u64 {
         self.sums.get(place).copied().unwrap_or_default()
     }
+
+    /// That of a part.
+    pub fn weight(&self, begin: usize, end: usize) -> u128 {
+        self.of(self.sum(end) - self.sum(begin), end - begin)
+    }
+
+    fn of(&self, cost: u64, layers: usize) -> u128 {
+        let (cost, layers) = (u128::from(cost), layers as u128);
+        ((cost * cost) << self.shift) + layers * layers
+    }
+
+    /// Of the same layers from the last to the first.
+    pub fn reversed(&self) -> Self {
+        let total = self.sums.last().copied().unwrap_or_default();
+        Self { sums: self.sums.iter().rev().map(|sum| total - sum).collect(), shift: self.shift }
+    }
 }
 
 /// The best end of a part that begins at a given place, and the unevenness from there on.
@@ -67,11 +83,10 @@ impl Part<'_> {
         let (low, high) = (low.max(begin + 1), high.min(furthest));
         let sums = self.weights.sums.get(low..=high).unwrap_or_default();
         let after = self.after.get(low - self.first_end..).unwrap_or_default();
-        let (start, shift) = (self.weights.sum(begin), self.weights.shift);
+        let start = self.weights.sum(begin);
         let mut best = Cut { end: low, unevenness: u128::MAX };
         for ((&sum, &after), end) in sums.iter().zip(after).zip(low..) {
-            let (cost, layers) = (u128::from(sum - start), (end - begin) as u128);
-            let unevenness = ((cost * cost) << shift) + layers * layers + after;
+            let unevenness = self.weights.of(sum - start, end - begin) + after;
             if unevenness <= best.unevenness {
                 best = Cut { end, unevenness };
             }

@@ -16,6 +16,7 @@
 mod bottleneck;
 mod even;
 mod number;
+mod price;
 
 pub use number::Cost;
 
@@ -23,6 +24,9 @@ use crate::error::{Error, Result};
 use crate::limits::MAX_CELLS;
 use even::Weights;
 use number::{Binary, NARROW, WIDE};
+
+/// How many places for cuts there must be, for each layer, that it pays to look for fewer.
+const WIDE_WINDOWS: usize = 8;
 
 /// The number of layers of each of `parts` parts.
 ///
@@ -34,8 +38,7 @@ use number::{Binary, NARROW, WIDE};
 /// ```
 ///
 /// It takes a time of about layers + parts * log(layers) * the bits in a cost, for invariant 2, and for invariant 3 about
-/// the number of places that the cuts can be at, summed over the cuts. That is little unless a single layer costs more
-/// than the others' fair share, and never more than layers * parts.
+/// layers * log(layers), whatever the costs; only where sums of squares need more than 126 bits layers * parts.
 ///
 /// # Errors
 /// [`Error::NotPositive`] for no parts, [`Error::TooManyParts`] for more parts than layers, [`Error::BadLayerCost`] for
@@ -63,7 +66,10 @@ pub fn balance<C: Copy + Into<Cost>>(costs: &[C], parts: usize) -> Result<Vec<us
     if places > MAX_CELLS {
         return Err(too_large("the number of places where the parts can be cut", places));
     }
-    Ok(even::sizes(&Weights::new(&costs, bits), &reach, &windows))
+    let weights = Weights::new(&costs, bits);
+    let narrowed =
+        if places > WIDE_WINDOWS * layers { price::narrow(&weights, &reach, &windows) } else { None };
+    Ok(even::sizes(&weights, &reach, &narrowed.unwrap_or(windows)))
 }
 
 fn too_large(what: &'static str, value: usize) -> Error {
