@@ -15,7 +15,7 @@ fn schedule(n: usize, m: usize) -> Schedule {
 }
 
 fn plan(schedule: &Schedule, devices: &[Option<u32>]) -> StreamPlan {
-    plan_streams(schedule, devices).unwrap_or_else(|error| unreachable!("{error}"))
+    plan_streams(schedule, devices, &[]).unwrap_or_else(|error| unreachable!("{error}"))
 }
 
 fn all(criterion: &mut Criterion) {

@@ -385,9 +385,7 @@ def test_inputs_and_outputs_of_every_structure(rank, world):
 
     wrapped, _ = wrap(Structures())
     left, right = torch.arange(10.0).view(5, 2).requires_grad_(), torch.ones(5, 2)
-    got = wrapped(
-        Pair(left, [right]), scale=3, table=NoChunk(torch.ones(7, 2)), names=["a"], factor=torch.tensor(2.0)
-    )
+    got = wrapped(Pair(left, [right]), scale=3, table=NoChunk(torch.ones(7, 2)), names=["a"], factor=torch.tensor(2.0))
     assert torch.equal(got["pair"].left, left + 6)
     assert got["pair"].right[0] is None
     assert torch.equal(got["pair"].right[1][0], torch.stack([(left + 6)[:3].sum(), (left + 6)[3:].sum()]))

@@ -25,8 +25,26 @@ fn devices(stages: std::ops::Range<usize>) -> impl Strategy<Value = Vec<Option<u
     proptest::collection::vec(proptest::option::weighted(0.75, 0u32..3), stages)
 }
 
-fn plan(devices: &[Option<u32>], m: usize, options: Gpipe) -> StreamPlan {
-    plan_streams(&make_gpipe(devices.len(), m, options).unwrap(), devices).unwrap()
+/// A device for each stage, and some skips from stage to later stage, of which several may be the same pair.
+fn pipelines(
+    stages: std::ops::Range<usize>,
+    skips: std::ops::Range<usize>,
+) -> impl Strategy<Value = (Vec<Option<u32>>, Vec<(u32, u32)>)> {
+    let pairs =
+        proptest::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), skips);
+    (devices(stages), pairs).prop_map(|(devices, pairs)| {
+        let stages = u32::try_from(devices.len()).unwrap();
+        let pair = |(a, b): (prop::sample::Index, prop::sample::Index)| {
+            let (a, b) = (a.index(devices.len()), b.index(devices.len()));
+            (u32::try_from(a.min(b)).unwrap(), u32::try_from(a.max(b)).unwrap())
+        };
+        let skips = pairs.into_iter().map(pair).filter(|&(from, to)| from < to && to < stages).collect();
+        (devices, skips)
+    })
+}
+
+fn plan((devices, skips): &(Vec<Option<u32>>, Vec<(u32, u32)>), m: usize, options: Gpipe) -> StreamPlan {
+    plan_streams(&make_gpipe(devices.len(), m, options).unwrap(), devices, skips).unwrap()
 }
 
 fn without(plan: &StreamPlan, gone: &[usize]) -> StreamPlan {
@@ -314,15 +332,15 @@ fn can_go_wrong(plan: &StreamPlan) -> bool {
 
 proptest! {
     #[test]
-    fn plans_are_in_order(devices in devices(1..9), m in 1usize..9, options in options()) {
-        let plan = plan(&devices, m, options);
+    fn plans_are_in_order(pipeline in pipelines(1..9, 0..6), m in 1usize..9, options in options()) {
+        let plan = plan(&pipeline, m, options);
         prop_assert_eq!(plan.verify(), Ok(()), "{}", plan);
     }
 
     /// Invariant 7 of the lowering.
     #[test]
-    fn nothing_can_be_left_out(devices in devices(1..5), m in 1usize..4, options in options()) {
-        let plan = plan(&devices, m, options);
+    fn nothing_can_be_left_out(pipeline in pipelines(1..6, 0..4), m in 1usize..4, options in options()) {
+        let plan = plan(&pipeline, m, options);
         for index in ordering(&plan) {
             let fault = without(&plan, &[index]).verify();
             prop_assert!(matches!(fault, Err(Error::Hazard(_))), "{index}: {}\n{plan}", plan.operations()[index]);
@@ -331,9 +349,9 @@ proptest! {
 
     #[test]
     fn nothing_can_be_left_out_of_a_large_plan(
-        devices in devices(5..17), m in 4usize..33, options in options(), random in any::<prop::sample::Index>()
+        pipeline in pipelines(5..17, 0..9), m in 4usize..33, options in options(), random in any::<prop::sample::Index>()
     ) {
-        let plan = plan(&devices, m, options);
+        let plan = plan(&pipeline, m, options);
         let orders = ordering(&plan);
         if !orders.is_empty() {
             let index = orders[random.index(orders.len())];
@@ -343,15 +361,82 @@ proptest! {
 
     #[test]
     fn the_detector_agrees_with_a_model(
-        devices in devices(1..4),
+        pipeline in pipelines(1..5, 0..3),
         m in 1usize..3,
         options in options(),
         gone in proptest::collection::vec(any::<prop::sample::Index>(), 0..4),
     ) {
-        let plan = plan(&devices, m, options);
+        let plan = plan(&pipeline, m, options);
         let orders = ordering(&plan);
         let gone: Vec<_> = gone.iter().filter(|_| !orders.is_empty()).map(|i| orders[i.index(orders.len())]).collect();
         let changed = without(&plan, &gone);
         prop_assert_eq!(changed.verify().is_err(), can_go_wrong(&changed), "{:?} {}", changed.verify(), changed);
+    }
+}
+
+// ---- skip connections
+
+proptest! {
+    #[test]
+    fn a_skip_and_its_gradient_are_copied_once_and_straight(
+        pipeline in pipelines(2..9, 1..6), m in 1usize..5, options in options()
+    ) {
+        let plan = plan(&pipeline, m, options);
+        let (devices, skips) = &pipeline;
+        for (k, &(from, to)) in (0..).zip(skips) {
+            let crosses = devices[from as usize] != devices[to as usize];
+            for i in 0..u32::try_from(m).unwrap() {
+                let copies = |wanted: Buffer| {
+                    plan.operations().iter().filter(move |o| matches!(o.work, Work::Copy { buffer, .. } if buffer == wanted))
+                };
+                for (buffer, from, to, exists) in [
+                    (Buffer::Skip(k, i), from, to, crosses),
+                    (Buffer::SkipGradient(k, i), to, from, crosses && options.backward),
+                ] {
+                    prop_assert_eq!(copies(buffer).count(), usize::from(exists), "{}\n{}", buffer, plan);
+                    for copy in copies(buffer) {
+                        prop_assert_eq!(copy.host, Host::Lane(to));
+                        let Work::Copy { from: sending, to: receiving, .. } = copy.work else { unreachable!() };
+                        let end = |stage: u32| devices[stage as usize].map(|device| Stream::Copy { from, to, device });
+                        prop_assert_eq!((sending, receiving), (end(from), end(to)));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_skip_past_a_partition_goes_by_a_stream_of_its_own() {
+    let pipeline = (vec![Some(0), Some(1), Some(2)], vec![(0, 2)]);
+    let text = plan(&pipeline, 1, Gpipe { backward: false, ..Gpipe::default() }).to_string();
+    let lines: Vec<_> = text
+        .lines()
+        .filter(|line| ["skip", "0>2", "for e7"].iter().any(|part| line.contains(part)))
+        .collect();
+    assert_eq!(
+        lines,
+        [
+            "lane 0 | 0F0 | run on compute[0]@0: reads input state[0]; writes value[0,0] skip[0,0]",
+            "lane 2 | 2F0 | wait on copy[0>2]@0 for e3",
+            "lane 2 | 2F0 | share skip[0,0] with copy[0>2]@0",
+            "lane 2 | 2F0 | copy skip[0,0] to skip_copy[0,0] on copy[0>2]@0 > copy[0>2]@2",
+            "lane 2 | 2F0 | record e7 on copy[0>2]@2",
+            "lane 2 | 2F0 | wait on compute[2]@2 for e7",
+            "lane 2 | 2F0 | share skip_copy[0,0] with compute[2]@2",
+            "lane 2 | 2F0 | run on compute[2]@2: reads value_copy[2,0] state[2] skip_copy[0,0]; \
+             writes value[2,0] value_copy[2,0] skip_copy[0,0]",
+            "lane 2 | 2F0 | release skip[0,0]",
+            "lane 2 | 2F0 | release skip_copy[0,0]",
+        ]
+    );
+}
+
+#[test]
+fn a_skip_that_leads_nowhere_is_refused() {
+    let schedule = make_gpipe(2, 1, Gpipe::default()).unwrap();
+    for (from, to) in [(1, 0), (1, 1), (0, 2)] {
+        let fault = plan_streams(&schedule, &[Some(0); 2], &[(0, 1), (from, to)]);
+        assert_eq!(fault, Err(Error::SkipNotForward { skip: 1, from, to, stages: 2 }));
     }
 }

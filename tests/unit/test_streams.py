@@ -22,6 +22,7 @@ from torchrelay.errors import PlanError, ScheduleError, StreamError
 from torchrelay.planning.partitions import PartitionPlan, PipelinePlan
 from torchrelay.runtime.streams import Streams
 from torchrelay.schedules import Action, Schedule
+from torchrelay.skip import pop, skippable, stash
 
 ORDERING = ("wait", "record", "share")
 
@@ -270,6 +271,95 @@ def test_inference_makes_the_calls_of_the_forward(indices: list[int | None]) -> 
     for j, made in kinds.items():
         in_forward = [o for o in plan.operations if o.rank == j and o.action is not None and o.action.kind == "F"]
         assert made == [o.kind for o in in_forward if o.kind not in ("release", "post", "take")]
+
+
+# ---- skip connections
+
+
+class Skips(nn.Module):
+    """`special`: one skip is the value itself, another has no gradient. They are not copied each time it is planned."""
+
+    def __init__(self, recorder: Recorder, *, special: bool = False) -> None:
+        super().__init__()
+        self.recorder, self.special = recorder, special
+
+
+@skippable(stash=["first", "second"])
+class Begin(Skips):
+    def forward(self, value: Tensor) -> Iterator[Any]:
+        value = Told.apply(value, self.recorder)
+        yield stash("first", value if self.special else value * 3)
+        yield stash("second", (value > 0).double() if self.special else value * 2)
+        return value
+
+
+@skippable(pop="first")
+class Middle(Skips):
+    def forward(self, value: Tensor) -> Iterator[Any]:
+        return Told.apply(value * (yield pop("first")), self.recorder)
+
+
+@skippable(pop="second")
+class End(Skips):
+    def forward(self, value: Tensor) -> Iterator[Any]:
+        return Told.apply(value * (yield pop("second")), self.recorder)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize(
+    "indices",
+    [[0, 1, 2, 0], [0, 1, 0, 1], [None, 0, 1, 2], [0, None, 1, 2], [0, 1, 2, None], [0, 0, 1, 1], [0, 1, None, 0]],
+    ids=str,
+)
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("special", [False, True])
+def test_skips_are_copied_as_planned(indices: list[int | None], checkpoint: str, first: int, special: bool) -> None:
+    """Begin is in partition 0, Middle in partition `first`, End in the last one."""
+
+    def layers(recorder: Recorder) -> nn.Sequential:
+        torch.manual_seed(0)
+        parts = [Begin(recorder, special=special), Tells(recorder), Tells(recorder), End(recorder)]
+        parts[first] = Middle(recorder)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(3, 3).double(), part) for part in parts))
+
+    recorder, reference = Recorder(), layers(Recorder())
+    model = GPipe(layers(recorder), [1] * 4, devices=["cpu"] * 4, chunks=3, checkpoint=checkpoint)
+    model._streams = Streams(model.devices, indices, recorder)
+    given = torch.linspace(-1, 1, 18, dtype=torch.float64).view(6, 3).requires_grad_()
+    reference(given).square().sum().backward()
+    theirs, given.grad = given.grad, None
+    model(given).square().sum().backward()
+    assert_close(given.grad, theirs)
+    assert_same_gradients(model, reference)
+
+    ends = [(0, first), (0, 3)]
+    plan = plan_streams(model.plan.schedule(3, recompute=checkpoint), indices, ends)
+    assert [(skip.source, skip.target) for skip in model.plan.skips] == ends
+    made = calls_made(recorder, model._streams, plan, 4)
+    for rank, calls in zip([None, *range(4)], made, strict=True):
+        compared = [call for call in calls if not (special and call[0] in ("share", "copy"))]
+        planned = [call for call in calls_of_plan(plan, rank) if not (special and call[0] in ("share", "copy"))]
+        assert compared == planned, f"rank {rank}"
+
+
+def test_what_is_a_value_as_well_as_a_skip_is_copied_once() -> None:
+    for special, copies in ((False, 3), (True, 2)):  # the value, and each skip
+        recorder = Recorder()
+        layers = nn.Sequential(
+            Begin(recorder, special=special), nn.Sequential(Middle(recorder), End(recorder), nn.Tanh())
+        )
+        model = GPipe(layers, [1, 1], devices=["cpu"] * 2)
+        model._streams = Streams(model.devices, [0, 1], recorder)
+        with torch.no_grad():
+            model(torch.ones(2, 3, dtype=torch.float64))
+        assert [entry[0] for entry in recorder.log["torchrelay-lane-1"]].count("copy") == copies
+
+
+def test_the_plan_of_a_pipeline_has_its_skips() -> None:
+    recorder = Recorder()
+    layers = nn.Sequential(Begin(recorder), Middle(recorder), Tells(recorder), End(recorder))
+    plan = GPipe(layers, [1, 1, 1, 1], devices=["cpu"] * 4).plan.streams(2)
+    assert any("skip[1,0]" in line for line in str(plan).splitlines())
 
 
 def test_streams_are_kept_from_step_to_step_and_not_copied() -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torchrelay import GPipe, trace
+from torchrelay.skip import pop, skippable, stash
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,13 +57,18 @@ def places() -> list[list[str]]:
     return one + (two if torch.cuda.device_count() > 1 else [])
 
 
-def model_of(devices: Sequence[str], late: int, **options: Any) -> tuple[GPipe, nn.Sequential]:
-    """A pipeline in which partition `late` is late in both directions, and the plain module on the CPU."""
+def model_of(
+    devices: Sequence[str], late: int, *, skips: Mapping[int, nn.Module] | None = None, **options: Any
+) -> tuple[GPipe, nn.Sequential]:
+    """A pipeline in which partition `late` is late in both directions, and the plain module on the CPU.
+
+    `skips` has for some partitions the layer behind their first.
+    """
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for j in range(len(devices)):
         is_late = j == late
-        layers += [Late(forward=is_late, backward=False), nn.Linear(64, 64), nn.Tanh()]
+        layers += [Late(forward=is_late, backward=False), nn.Linear(64, 64), (skips or {}).get(j, nn.Tanh())]
         layers += [Late(forward=False, backward=is_late)]
     plain = nn.Sequential(*layers).double()
     return GPipe(copy.deepcopy(plain), [4] * len(devices), devices=devices, chunks=4, **options), plain
@@ -92,7 +98,50 @@ def test_whichever_partition_is_late_the_numbers_are_right(devices: list[str], c
     for late in range(len(devices)):
         model, plain = model_of(devices, late, checkpoint=checkpoint)
         given = torch.linspace(-1, 1, 32 * 64, dtype=torch.float64).view(32, 64)
-        ours = given.to(devices[0]).requires_grad_()
+        ours = given.clone().to(devices[0]).requires_grad_()
+        theirs = given.clone().requires_grad_()
+        expected = plain(theirs)
+        expected.square().sum().backward()
+        output = model(ours)
+        spoil(devices)
+        output.square().sum().backward()
+        spoil(devices)
+        torch.testing.assert_close(output.cpu(), expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-9, atol=1e-9)
+        for mine, reference in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.cpu(), reference.grad, rtol=1e-9, atol=1e-9)
+
+
+@skippable(stash=["far", "near"])
+class Leave(nn.Module):
+    def forward(self, value: Tensor) -> Generator[Any, Any, Tensor]:
+        yield stash("far", value)  # the partition's own memory
+        yield stash("near", value * 2)
+        return value.tanh()
+
+
+@skippable(pop="near")
+class JoinNear(nn.Module):
+    def forward(self, value: Tensor) -> Generator[Any, Any, Tensor]:
+        return value * (yield pop("near"))
+
+
+@skippable(pop="far")
+class JoinFar(nn.Module):
+    def forward(self, value: Tensor) -> Generator[Any, Any, Tensor]:
+        return value * (yield pop("far"))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("devices", [place for place in places() if len(place) > 2], ids="-".join)
+def test_skips_and_their_gradients_arrive_in_time(devices: list[str], checkpoint: str) -> None:
+    last = len(devices) - 1
+    for late in range(len(devices)):
+        model, plain = model_of(
+            devices, late, checkpoint=checkpoint, skips={0: Leave(), 1: JoinNear(), last: JoinFar()}
+        )
+        given = torch.linspace(-1, 1, 32 * 64, dtype=torch.float64).view(32, 64)
+        ours = given.clone().to(devices[0]).requires_grad_()
         theirs = given.clone().requires_grad_()
         expected = plain(theirs)
         expected.square().sum().backward()

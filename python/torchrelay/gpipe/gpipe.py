@@ -124,8 +124,7 @@ class GPipe(nn.Module):
         self._watches = [BufferWatch(partition) for partition in self.partitions]
         self._randomness = RandomnessWatch()
         self._routes = SkipRoutes.of(self.plan.skips, len(self.plan.partitions))
-        # Skips between partitions are not planned on streams yet: such a pipeline works on the caller's.
-        self._streams = None if any(skip.crosses for skip in self.plan.skips) else Streams.of(self.devices)
+        self._streams = Streams.of(self.devices)
         self._recorder = Recorder()
         self._programs: dict[tuple[int, str], Programs] = {}
 
@@ -189,7 +188,7 @@ class GPipe(nn.Module):
             if len(self._programs) >= _PROGRAMS_KEPT:
                 self._programs.clear()
             schedule = self.plan.schedule(microbatches, recompute=recompute)
-            programs = self._programs[microbatches, recompute] = Programs.of(schedule, self._streams)
+            programs = self._programs[microbatches, recompute] = Programs.of(schedule, self._streams, self._routes.ends)
         return programs
 
     # ---- the layers, as of the plain module

@@ -67,14 +67,15 @@ class PipelinePlan:
     def streams(self, microbatches: int, *, backward: bool = True, recompute: str = "never") -> StreamPlan:
         """What the lanes tell the streams of CUDA devices to do, wait for and copy, for the same arguments.
 
-        `verify()` of the result says whether that order is enough; `str()` has a line for each operation. Skip
-        connections are not in it.
+        `verify()` of the result says whether that order is enough; `str()` has a line for each operation. In it, skip
+        `k` is the k-th of those in :attr:`skips` that cross partitions.
 
         Raises:
             PlanError: as :meth:`schedule`.
         """
         schedule = self.schedule(microbatches, backward=backward, recompute=recompute)
-        return plan_streams(schedule, [device_index(torch.device(partition.device)) for partition in self.partitions])
+        devices = [device_index(torch.device(partition.device)) for partition in self.partitions]
+        return plan_streams(schedule, devices, [(skip.source, skip.target) for skip in self.skips if skip.crosses])
 
     def __str__(self) -> str:
         return "\n".join(map(str, (*self.partitions, *self.skips))) or "no partitions"

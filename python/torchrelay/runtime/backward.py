@@ -55,6 +55,8 @@ class _Tasks:
         self.sums = [GradientSum(len(tasks.parameters)) for tasks in left.tasks]
         self.hooks = HooksAside([tasks.parameters for tasks in left.tasks[lowest:]])
         self._skips: SkipGradients = {}
+        if streams is not None:
+            streams.carry(self._skips, left.pipeline.skips.crossing)
         self._last = [program[-1].microbatch for program in left.programs.backward]
 
     def recompute(self, i: int, j: int, _: None) -> None:

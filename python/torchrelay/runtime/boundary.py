@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from torchrelay.runtime.names import connect, names_of, share_memory
+from torchrelay.runtime.names import connect, names_of, note_popped, share_memory
 
 __all__ = ["Input", "alias", "connect_outputs", "let_go", "moved", "unknown_leaves", "version", "wants_grad"]
 
@@ -65,8 +65,7 @@ class Input:
                 increment_version(before)
                 self._tell_other_names(k)
         for before in self._popped:
-            if names := names_of(before):
-                names.stashed[id(before)] -= 1
+            note_popped(before)
 
     def _tell_other_names(self, k: int) -> None:
         if k not in self._counters:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-__all__ = ["Names", "connect", "names_of", "note_stashed", "share_memory"]
+__all__ = ["Names", "connect", "names_of", "note_popped", "note_stashed", "share_memory"]
 
 
 class Names:
@@ -59,6 +59,12 @@ def note_stashed(stashed: Sequence[Any]) -> None:
     for leaf in stashed:
         if names := names_of(leaf):
             names.stashed[id(leaf)] += 1
+
+
+def note_popped(before: Any) -> None:
+    """Another partition has popped `before`, or has a copy of its own to pop."""
+    if names := names_of(before):
+        names.stashed[id(before)] -= 1
 
 
 def share_memory(one: Any, other: Any) -> bool:

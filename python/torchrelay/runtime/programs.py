@@ -27,8 +27,10 @@ class Programs(NamedTuple):
     choices: tuple[Choice, Choice]  # of the forward and of the backward
 
     @classmethod
-    def of(cls, schedule: Schedule, streams: Streams | None = None) -> "Programs":
-        """Verify and take apart.
+    def of(
+        cls, schedule: Schedule, streams: Streams | None = None, skips: Sequence[tuple[int, int]] = ()
+    ) -> "Programs":
+        """Verify and take apart; each of `skips` goes from a partition to another.
 
         Raises:
             ScheduleError: a schedule that is incomplete, out of order or would deadlock.
@@ -46,7 +48,7 @@ class Programs(NamedTuple):
             backward,
             (sequential(forward, turns, 0), sequential(backward, turns[::-1], schedule.stages - 1)),
             frozenset((a.microbatch, a.stage) for actions in ranks for a in actions if a.kind == "R"),
-            None if streams is None else StreamPrograms(schedule, streams.indices),
+            None if streams is None else StreamPrograms(schedule, streams.indices, skips),
             (Choice(tasks), Choice(tasks)),
         )
 

@@ -16,8 +16,10 @@ from torchrelay.planning.skips import Key, SkipPlan
 from torchrelay.runtime.names import note_stashed
 from torchrelay.runtime.plain_skips import put_plainly, take_plainly
 
-__all__ = ["PartitionSkips", "SkipGradients", "SkipRoutes", "StepSkips", "put", "take"]
+__all__ = ["PartitionSkips", "SkipGradients", "SkipRoutes", "SkipValues", "StepSkips", "put", "take"]
 
+SkipValues = dict[tuple[int, Key], Any]
+"""In one forward: each stashed skip, by micro-batch, until the popping partition takes it."""
 SkipGradients = dict[tuple[int, Key], Tensor | None]
 """In one backward: the gradient of each popped skip, by micro-batch, until the stashing partition takes it."""
 
@@ -71,15 +73,22 @@ class SkipRoutes(NamedTuple):
     imports: Sequence[Sequence[Key]]
     exports: Sequence[Sequence[Key]]
     keys: Sequence[frozenset[Key]]
+    crossing: Sequence[Key]
+    """Those between partitions, by the number that they have in a stream plan."""
+    ends: Sequence[tuple[int, int]]
+    """From and to which partition each of those goes."""
 
     @classmethod
     def of(cls, skips: Sequence[SkipPlan], partitions: int) -> "SkipRoutes":
         """The skips of a plan."""
         places = range(partitions)
+        crossing = [skip for skip in skips if skip.crosses]
         return cls(
             [[skip.key for skip in skips if skip.crosses and skip.target == j] for j in places],
             [[skip.key for skip in skips if skip.crosses and skip.source == j] for j in places],
             [frozenset(skip.key for skip in skips if j in (skip.source, skip.target)) for j in places],
+            [skip.key for skip in crossing],
+            [(skip.source, skip.target) for skip in crossing],
         )
 
 
@@ -88,25 +97,25 @@ class StepSkips:
 
     def __init__(self, routes: SkipRoutes) -> None:
         self._routes = routes
-        self._values: dict[tuple[int, Key], Any] = {}
+        self.values: SkipValues = {}
 
     def of(self, j: int) -> "PartitionSkips | None":
         """Those of partition `j`; None if it has none."""
         routes = self._routes
         if not routes.keys[j]:
             return None
-        return PartitionSkips(self._values, routes.imports[j], routes.exports[j], routes.keys[j])
+        return PartitionSkips(self.values, routes.imports[j], routes.exports[j], routes.keys[j])
 
     def clear(self) -> None:
         """Let go of all, after a failure."""
-        self._values.clear()
+        self.values.clear()
 
 
 class PartitionSkips:
     """The skips of one partition's tasks, each a leaf of the task's input or output."""
 
     def __init__(
-        self, values: dict[tuple[int, Key], Any], imports: Sequence[Key], exports: Sequence[Key], keys: frozenset[Key]
+        self, values: SkipValues, imports: Sequence[Key], exports: Sequence[Key], keys: frozenset[Key]
     ) -> None:
         self._values = values
         self._imports = imports

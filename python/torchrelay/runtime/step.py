@@ -103,6 +103,7 @@ class _Step:
         self._streams = None if self._serially else programs.half_streams(pipeline.streams)
         if self._streams is not None:
             self._streams.record = record
+            self._streams.carry(self._skips.values, pipeline.skips.crossing)
             self._streams.enter_forward([leaf for part in microbatches for leaf in flatten(part)[0]])
         self._random = StepRandomness(pipeline.devices, self._input.rows, pipeline.randomness)
         try:

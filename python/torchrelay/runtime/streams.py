@@ -9,6 +9,7 @@ one call of the backend. A pipeline without an accelerator has no streams, and n
 """
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from torchrelay._core import Schedule, StreamOperation, StreamPlan, plan_streams
 from torchrelay.planning.partitions import device_index
+from torchrelay.planning.skips import Key
+from torchrelay.runtime.names import note_popped
 from torchrelay.runtime.recording import Half
 from torchrelay.runtime.values import flatten, unflatten
 
@@ -161,8 +164,10 @@ class StreamPrograms:
         StreamError: something in the plan may come too early.
     """
 
-    def __init__(self, schedule: Schedule, devices: Sequence[int | None]) -> None:
-        self.plan = plan_streams(schedule, devices)
+    def __init__(
+        self, schedule: Schedule, devices: Sequence[int | None], skips: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self.plan = plan_streams(schedule, devices, skips)
         self.plan.verify()
         self.tasks = _tasks(self.plan)
         self.enter_forward, self.exit_forward, self.enter_backward, self.exit_backward = _caller(
@@ -205,6 +210,16 @@ def _caller(plan: StreamPlan, stages: int) -> tuple[_Operations, _Operations, _O
         elif operation.kind in _CALLS:
             (before[half] if half < 3 else behind[stage]).append(operation)
     return before[0], before[1], before[2], behind
+
+
+@functools.cache
+def _skip(buffer: str) -> tuple[int, int] | None:
+    """The number and micro-batch of a skip, or of its copy, gradient or gradient's copy; None for other memory."""
+    name, _, place = buffer.partition("[")
+    if not name.startswith("skip"):
+        return None
+    number, microbatch = place.removesuffix("]").split(",")
+    return int(number), int(microbatch)
 
 
 class Streams:
@@ -258,6 +273,12 @@ class HalfStreams:
         self._known: dict[str, Any] = {}  # of the caller's streams, those that marks are set in
         self._marked: set[str | None] = set()
         self.record: Half | None = None  # told when kernels ran, if anybody wants to know
+        self._skips: dict[tuple[int, Key], Any] = {}
+        self._keys: Sequence[Key] = ()
+
+    def carry(self, skips: dict[tuple[int, Key], Any], keys: Sequence[Key]) -> None:
+        """Copy skips, too: those of the plan are `keys`, and `skips` has what is stashed, or the gradients of that."""
+        self._skips, self._keys = skips, keys
 
     # ---- the caller
 
@@ -321,28 +342,42 @@ class HalfStreams:
         """Run the forward task of micro-batch `i` on partition `j`."""
         task = self._programs.tasks["F", j, i]
         leaves, spec = flatten(value)
-        arrived = self._arrive(task, leaves, j)
+        originals: list[Any] = []  # invariant 3
+        arrived = self._arrive(task, leaves, j, originals)
         return self._run(task, ("F", j, i), lambda: compute(value if arrived is leaves else unflatten(arrived, spec)))
 
     def backward(self, i: int, j: int, gradients: Sequence[Any], compute: Callable[[Sequence[Any]], T]) -> T:
         """Run the backward task of micro-batch `i` on partition `j`."""
         task = self._programs.tasks["B", j, i]
-        arrived = self._arrive(task, gradients, j)
+        originals: list[Any] = []  # invariant 3
+        arrived = self._arrive(task, gradients, j, originals)
         return self._run(task, ("B", j, i), lambda: compute(arrived))
 
     def recompute(self, i: int, j: int, compute: Callable[[], T]) -> T:
         """Run the recomputation of micro-batch `i` on partition `j`."""
         task = self._programs.tasks["R", j, i]
-        self._arrive(task, (), j)
+        self._arrive(task, (), j, [])
         return self._run(task, ("R", j, i), compute)
 
-    def _arrive(self, task: _Task, leaves: Sequence[Any], j: int) -> Sequence[Any]:
-        """What a task is given, on its device and readable on its stream."""
+    def _arrive(self, task: _Task, leaves: Sequence[Any], j: int, originals: list[Any]) -> Sequence[Any]:
+        """What a task is given, on its device and readable on its stream; what was copied goes to `originals`."""
+        device = self._streams.devices[j]
+        known: dict[int, Any] = {}  # a tensor that comes by several ways is copied once, and is one again
         for operation in task.before:
+            skip = _skip(operation.buffer) if operation.buffer is not None else None
+            key = None if skip is None else (skip[1], self._keys[skip[0]])
             if operation.kind == "copy":
-                leaves = self._copy(operation, leaves, self._streams.devices[j])
+                before = leaves if key is None else [self._skips.get(key)]
+                originals.append(before)
+                copies = self._copy(operation, before, device, known)
+                if key is None:
+                    leaves = copies
+                elif key in self._skips:
+                    note_popped(before[0])
+                    self._skips[key] = copies[0]
             else:
-                self._call(operation, defaultdict(lambda now=leaves: now))  # type: ignore[misc]
+                now = leaves if key is None else [self._skips.get(key)]
+                self._call(operation, defaultdict(lambda now=now: now))  # type: ignore[misc]
         return leaves
 
     def _run(self, task: _Task, place: tuple[str, int, int], compute: Callable[[], T]) -> T:
@@ -364,10 +399,15 @@ class HalfStreams:
         record.marks[place] = (index, begin, self._backend.mark(stream))
         return result
 
-    def _copy(self, operation: StreamOperation, leaves: Sequence[Any], device: torch.device) -> Sequence[Any]:
+    def _copy(
+        self, operation: StreamOperation, leaves: Sequence[Any], device: torch.device, known: dict[int, Any]
+    ) -> list[Any]:
         ends = [self._streams[name] for name in (operation.source, operation.stream) if name is not None]
         with self._backend.use(ends):
-            return [self._copied(leaf, device) for leaf in leaves]
+            for leaf in leaves:
+                if id(leaf) not in known:
+                    known[id(leaf)] = self._copied(leaf, device)
+        return [known[id(leaf)] for leaf in leaves]
 
     def _copied(self, leaf: Any, device: torch.device) -> Any:
         if not isinstance(leaf, Tensor):

@@ -415,6 +415,20 @@ pub enum Error {
         /// How many stages there are.
         stages: usize,
     },
+    /// A skip connection that does not lead to a later stage.
+    #[error(
+        "skip {skip} must lead from one of the {stages} stages to a later one, but leads from {from} to {to}"
+    )]
+    SkipNotForward {
+        /// Its place in the list.
+        skip: usize,
+        /// The stage that stashes.
+        from: u32,
+        /// The stage that pops.
+        to: u32,
+        /// How many stages there are.
+        stages: usize,
+    },
     /// Streams are not planned for such an action.
     #[error("{at}: streams are planned for forwards, recomputations and whole backwards (F, R, B) only")]
     SplitBackward {

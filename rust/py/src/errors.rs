@@ -44,6 +44,7 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::MicrobatchUnexpected(_)
         | Error::NoSuchRank { .. }
         | Error::DevicesDiffer { .. }
+        | Error::SkipNotForward { .. }
         | Error::SplitBackward { .. }
         | Error::BadOverlap { .. }
         | Error::Lowered { .. }

@@ -146,14 +146,16 @@ impl StreamPlan {
     }
 }
 
-/// What carries a schedule out on the devices of its stages.
+/// What carries a schedule out on the devices of its stages, with skips from stage to stage.
 #[pyfunction]
-#[allow(clippy::needless_pass_by_value)] // Python's list arrives as a new one
+#[pyo3(signature = (schedule, devices, skips = vec![]))]
+#[allow(clippy::needless_pass_by_value)] // Python's lists arrive as new ones
 pub fn plan_streams(
     py: Python<'_>,
     schedule: &Bound<'_, Schedule>,
     devices: Vec<Option<u32>>,
+    skips: Vec<(u32, u32)>,
 ) -> PyResult<StreamPlan> {
     let schedule = schedule.get().core();
-    py.detach(|| core::plan_streams(schedule, &devices)).map(StreamPlan).map_err(to_py)
+    py.detach(|| core::plan_streams(schedule, &devices, &skips)).map(StreamPlan).map_err(to_py)
 }

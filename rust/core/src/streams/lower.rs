@@ -14,20 +14,36 @@
 //! 6. Memory that a stream uses and another one owns is shared with it, unless whoever releases it has been waiting for
 //!    that use anyway.
 //! 7. Nothing is waited for or shared twice: each single such operation is needed.
+//! 8. A skip connection goes straight from the stage that stashes to the stage that pops, and its gradient back, by a
+//!    stream for that pair; between neighbours it goes with the value. What passed the stages in between is later than the
+//!    skip, so that a stage on the same device need not wait for it, nor a host that has waited for one in between.
+
+use std::collections::BTreeMap;
 
 use super::plan::{Buffer, Event, Half, Host, Message, Operation, Stream, StreamPlan, Work};
 use crate::error::{Error, Result};
 use crate::schedule::{Action, At, Kind, Schedule};
 
 /// The operations that carry `schedule` out in one process, all forwards before all else; stage `j` is on the accelerator
-/// `devices[j]`, or on the CPU if that is `None`.
+/// `devices[j]`, or on the CPU if that is `None`. Each of `skips` is a pair of the stage that stashes and a later one that
+/// pops.
 ///
 /// # Errors
 /// Those of [`Schedule::verify`]; [`Error::DevicesDiffer`] unless there is a device for each stage;
-/// [`Error::SplitBackward`] for a schedule that has other actions than F, R and B.
-pub fn plan_streams(schedule: &Schedule, devices: &[Option<u32>]) -> Result<StreamPlan> {
-    if devices.len() != schedule.stages() {
-        return Err(Error::DevicesDiffer { devices: devices.len(), stages: schedule.stages() });
+/// [`Error::SkipNotForward`] for another pair; [`Error::SplitBackward`] for a schedule that has other actions than F, R
+/// and B.
+pub fn plan_streams(
+    schedule: &Schedule,
+    devices: &[Option<u32>],
+    skips: &[(u32, u32)],
+) -> Result<StreamPlan> {
+    let stages = schedule.stages();
+    if devices.len() != stages {
+        return Err(Error::DevicesDiffer { devices: devices.len(), stages });
+    }
+    let is_wrong = |&(_, &(from, to)): &(usize, &(u32, u32))| from >= to || to as usize >= stages;
+    if let Some((skip, &(from, to))) = skips.iter().enumerate().find(is_wrong) {
+        return Err(Error::SkipNotForward { skip, from, to, stages });
     }
     let ordered = schedule.in_order()?;
     let unknown =
@@ -41,7 +57,7 @@ pub fn plan_streams(schedule: &Schedule, devices: &[Option<u32>]) -> Result<Stre
     let (forwards, backwards): (Vec<_>, Vec<_>) =
         tasks.into_iter().partition(|task| task.kind == Kind::Forward);
 
-    let mut lowering = Lowering::new(schedule, devices, &backwards);
+    let mut lowering = Lowering::new(schedule, devices, skips, &backwards);
     lowering.enter_forward();
     lowering.half(Half::Forward, &forwards);
     lowering.exit_forward();
@@ -85,17 +101,28 @@ struct Stage {
     is_last: bool,
     /// Whether a stage on the CPU comes later, so that its lane has waited for all that came before.
     cpu_follows: bool,
-    /// The latest event behind its computation, and behind a copy that it was given.
+    /// The latest event behind its computation.
     computed: Option<Event>,
-    copied: Option<Event>,
     /// How many of its forwards and backwards are left.
     forwards: u32,
     backwards: u32,
 }
 
+/// What stage `from` wrote into `source` and another stage reads from `used`, which is the same where nothing is copied.
+#[derive(Clone, Copy)]
+struct Arrival {
+    from: u32,
+    source: Buffer,
+    used: Buffer,
+}
+
 struct Lowering {
     operations: Vec<Operation>,
     stages: Vec<Stage>,
+    /// From which stage to which.
+    skips: Vec<(u32, u32)>,
+    /// Behind the latest copy that each pair of stages has made from memory of the host in forward.
+    read_host: BTreeMap<(u32, u32), Event>,
     /// Every device once, by the first stage on it.
     devices: Vec<u32>,
     /// By device, the caller's event in front of the half.
@@ -113,11 +140,13 @@ struct Lowering {
 }
 
 impl Lowering {
-    fn new(schedule: &Schedule, devices: &[Option<u32>], backwards: &[Task]) -> Self {
+    fn new(schedule: &Schedule, devices: &[Option<u32>], skips: &[(u32, u32)], backwards: &[Task]) -> Self {
         let microbatches = u32::try_from(schedule.microbatches()).unwrap_or(u32::MAX);
         let mut lowering = Self {
             operations: Vec::new(),
             stages: vec![Stage::default(); devices.len()],
+            skips: skips.to_vec(),
+            read_host: BTreeMap::new(),
             devices: Vec::new(),
             entered: Vec::new(),
             computed: vec![None; schedule.stages() * schedule.microbatches()],
@@ -263,10 +292,9 @@ impl Lowering {
             if let Some(event) = stage.computed.filter(|_| stage.is_last && !stage.cpu_follows) {
                 self.emit(Work::Wait { stream: self.caller(index), event });
             }
-            if let Some(event) = stage.copied.filter(|_| {
-                !stage.cpu_follows
-                    && index.checked_sub(1).is_some_and(|before| self.stage(before).device.is_none())
-            }) {
+            let pairs = self.read_host.iter().filter(|((_, to), _)| *to == index && !stage.cpu_follows);
+            let events: Vec<_> = pairs.map(|(_, &event)| event).collect();
+            for event in events {
                 self.emit(Work::Wait { stream: None, event });
             }
         }
@@ -387,26 +415,34 @@ impl Lowering {
         let Task { stage, microbatch, .. } = *task;
         self.begin(stage, self.stage(stage).is_first);
         let input = self.input_of(stage, microbatch);
+        let popped = self.popped(stage, microbatch);
         if let Some(before) = stage.checked_sub(1) {
             self.emit(Work::Take(Message::Value(before, microbatch)));
-            self.arrive(before, stage, Buffer::Value(before, microbatch), input, microbatch);
+            let value = Arrival { from: before, source: Buffer::Value(before, microbatch), used: input };
+            self.arrive(stage, microbatch, &[&[value], popped.as_slice()].concat());
         }
         let mut writes = vec![Buffer::Value(stage, microbatch)];
         if input != Buffer::Input {
             writes.push(input); // layers may work in place; of the mini-batch each task has a part of its own
         }
+        writes.extend(popped.iter().map(|skip| skip.used));
+        writes.extend(self.stashed(stage).map(|skip| Buffer::Skip(skip, microbatch)));
         let is_recomputed = self.recomputed.get(self.cell(stage, microbatch)).is_some_and(|&entry| entry);
         if self.backward && !is_recomputed {
             writes.push(Buffer::Saved(stage, microbatch));
         }
-        self.emit(Work::Run {
-            stream: self.compute(stage),
-            reads: vec![input, Buffer::State(stage)],
-            writes,
-        });
+        let mut reads = vec![input, Buffer::State(stage)];
+        reads.extend(popped.iter().map(|skip| skip.used));
+        self.emit(Work::Run { stream: self.compute(stage), reads, writes });
         self.release_source(Buffer::Value(stage.wrapping_sub(1), microbatch), input, stage > 0);
+        for skip in &popped {
+            self.release_source(skip.source, skip.used, true);
+        }
         if !self.backward && stage > 0 {
             self.emit(Work::Release { buffer: input });
+            for skip in &popped {
+                self.emit(Work::Release { buffer: skip.used });
+            }
         }
         let left = self.stages.get_mut(stage as usize).map_or(0, |entry| {
             entry.forwards = entry.forwards.saturating_sub(1);
@@ -419,10 +455,11 @@ impl Lowering {
     fn recompute(&mut self, task: &Task) {
         let Task { stage, microbatch, .. } = *task;
         self.begin(stage, true);
-        let input = self.input_of(stage, microbatch);
+        let mut reads = vec![self.input_of(stage, microbatch), Buffer::State(stage)];
+        reads.extend(self.popped(stage, microbatch).iter().map(|skip| skip.used));
         self.emit(Work::Run {
             stream: self.compute(stage),
-            reads: vec![input, Buffer::State(stage)],
+            reads,
             writes: vec![Buffer::Saved(stage, microbatch)],
         });
     }
@@ -437,16 +474,19 @@ impl Lowering {
             () if self.stage(after).device == self.stage(stage).device => arrived,
             () => Buffer::GradientCopy(stage, microbatch),
         };
+        let stashed = self.gradients_of_stashed(stage, microbatch);
+        let popped = self.popped(stage, microbatch);
         if stage < last {
             self.emit(Work::Take(Message::Gradient(after, microbatch)));
-            self.arrive(after, stage, arrived, gradient, microbatch);
+            let value = Arrival { from: after, source: arrived, used: gradient };
+            self.arrive(stage, microbatch, &[&[value], stashed.as_slice()].concat());
         }
         let (saved, input) = (Buffer::Saved(stage, microbatch), self.input_of(stage, microbatch));
-        self.emit(Work::Run {
-            stream: self.compute(stage),
-            reads: vec![gradient, saved, input, Buffer::State(stage)],
-            writes: vec![Buffer::Gradient(stage, microbatch), Buffer::ParameterGradient(stage)],
-        });
+        let mut reads = vec![gradient, saved, input, Buffer::State(stage)];
+        reads.extend(stashed.iter().chain(&popped).map(|skip| skip.used));
+        let mut writes = vec![Buffer::Gradient(stage, microbatch), Buffer::ParameterGradient(stage)];
+        writes.extend(self.numbers_of_popped(stage).map(|skip| Buffer::SkipGradient(skip, microbatch)));
+        self.emit(Work::Run { stream: self.compute(stage), reads, writes });
         let left = self.stages.get_mut(stage as usize).map_or(0, |entry| {
             entry.backwards = entry.backwards.saturating_sub(1);
             entry.backwards
@@ -458,6 +498,12 @@ impl Lowering {
         }
         if stage > 0 || left == 0 {
             self.emit(Work::Release { buffer: input });
+        }
+        for skip in &stashed {
+            self.release_source(skip.source, skip.used, true);
+        }
+        for skip in stashed.iter().chain(&popped) {
+            self.emit(Work::Release { buffer: skip.used });
         }
         self.mark(task, stage > 0 || left == 0);
         self.emit(Work::Post(Message::Gradient(stage, microbatch)));
@@ -483,41 +529,102 @@ impl Lowering {
         }
     }
 
-    /// Makes `source`, written by stage `from`, readable for stage `to` as `used`. Invariants 2, 5 and 6.
-    fn arrive(&mut self, from: u32, to: u32, source: Buffer, used: Buffer, microbatch: u32) {
-        let written = self.computed.get(self.cell(from, microbatch)).copied().flatten();
-        let reader = self.compute(to);
-        if source == used {
-            if let (Some(event), Some(stream)) = (written, reader) {
-                self.emit(Work::Wait { stream: Some(stream), event });
-                self.emit(Work::Share { buffer: source, stream });
+    /// Makes what other stages wrote readable for stage `to`. Invariants 2, 5, 6 and 8.
+    fn arrive(&mut self, to: u32, microbatch: u32, arrivals: &[Arrival]) {
+        let mut origins: Vec<u32> = Vec::new();
+        for arrival in arrivals {
+            if !origins.contains(&arrival.from) {
+                origins.push(arrival.from);
             }
-            return;
+        }
+        let groups: Vec<_> = origins
+            .into_iter()
+            .map(|from| {
+                let group: Vec<_> = arrivals.iter().copied().filter(|a| a.from == from).collect();
+                (self.copy_all(to, microbatch, from, &group), group)
+            })
+            .collect();
+        let reader = self.compute(to);
+        for (ready, group) in groups {
+            if let Some(event) = ready {
+                self.emit(Work::Wait { stream: reader, event });
+            }
+            if let Some(stream) = reader {
+                for arrival in group {
+                    self.emit(Work::Share { buffer: arrival.used, stream });
+                }
+            }
+        }
+    }
+
+    /// Copies what stage `from` wrote, where stage `to` is elsewhere; gives what is to be waited for.
+    fn copy_all(&mut self, to: u32, microbatch: u32, from: u32, group: &[Arrival]) -> Option<Event> {
+        let written = self.computed.get(self.cell(from, microbatch)).copied().flatten();
+        let is_neighbour = from.abs_diff(to) == 1;
+        if self.stage(from).device == self.stage(to).device {
+            return written.filter(|_| is_neighbour);
         }
         let end = |stage: u32| self.stage(stage).device.map(|device| Stream::Copy { from, to, device });
         let (sending, receiving) = (end(from), end(to));
-        if let (Some(event), Some(stream)) = (written, sending) {
+        let mut between = from.min(to) + 1..from.max(to);
+        let host_has_waited = between.any(|stage| self.stage(stage).device.is_none());
+        if let (Some(event), Some(stream)) = (written.filter(|_| !host_has_waited), sending) {
             self.emit(Work::Wait { stream: Some(stream), event });
-            if receiving.is_some() {
+        }
+        for &Arrival { source, used, .. } in group {
+            if let (Some(stream), Some(_)) = (sending, receiving) {
                 self.emit(Work::Share { buffer: source, stream });
             }
-        }
-        let within = match source {
-            Buffer::Value(..) if sending.is_none() => {
-                let all_cpu = self.stages.iter().take(to as usize).all(|stage| stage.device.is_none());
-                Some(if all_cpu { Buffer::Input } else { Buffer::State(from) })
+            let within = match source {
+                Buffer::Value(..) | Buffer::Skip(..) if sending.is_none() => {
+                    let all_cpu =
+                        self.stages.iter().take(from as usize + 1).all(|stage| stage.device.is_none());
+                    Some(if all_cpu { Buffer::Input } else { Buffer::State(from) })
+                }
+                _ => None,
+            };
+            self.emit(Work::Copy { buffer: source, copy: used, from: sending, to: receiving, within });
+            if within.is_some() {
+                self.read_host.insert((from, to), Event(self.events)); // the one that is recorded next
             }
-            _ => None,
+        }
+        receiving.or(sending).map(|end| self.record(end))
+    }
+
+    // ---- skip connections
+
+    fn stashed(&self, stage: u32) -> impl Iterator<Item = u32> + '_ {
+        (0..).zip(&self.skips).filter(move |(_, (from, _))| *from == stage).map(|(skip, _)| skip)
+    }
+
+    fn numbers_of_popped(&self, stage: u32) -> impl Iterator<Item = u32> + '_ {
+        (0..).zip(&self.skips).filter(move |(_, (_, to))| *to == stage).map(|(skip, _)| skip)
+    }
+
+    fn crosses(&self, skip: u32) -> ((u32, u32), bool) {
+        let (from, to) = self.skips.get(skip as usize).copied().unwrap_or_default();
+        ((from, to), self.stage(from).device != self.stage(to).device)
+    }
+
+    /// The skips that a stage pops.
+    fn popped(&self, stage: u32, microbatch: u32) -> Vec<Arrival> {
+        let arrival = |skip: u32| {
+            let ((from, _), is_copied) = self.crosses(skip);
+            let source = Buffer::Skip(skip, microbatch);
+            let used = if is_copied { Buffer::SkipCopy(skip, microbatch) } else { source };
+            Arrival { from, source, used }
         };
-        self.emit(Work::Copy { buffer: source, copy: used, from: sending, to: receiving, within });
-        let Some(end) = receiving.or(sending) else { return };
-        let event = self.record(end);
-        self.emit(Work::Wait { stream: reader, event });
-        if let Some(stream) = reader {
-            self.emit(Work::Share { buffer: used, stream });
-        }
-        if let Some(stage) = self.stages.get_mut(to as usize) {
-            stage.copied = Some(event);
-        }
+        self.numbers_of_popped(stage).map(arrival).collect()
+    }
+
+    /// The gradients of the skips that a stage stashed.
+    fn gradients_of_stashed(&self, stage: u32, microbatch: u32) -> Vec<Arrival> {
+        let arrival = |skip: u32| {
+            let ((_, to), is_copied) = self.crosses(skip);
+            let source = Buffer::SkipGradient(skip, microbatch);
+            let used = if is_copied { Buffer::SkipGradientCopy(skip, microbatch) } else { source };
+            Arrival { from: to, source, used }
+        };
+        self.stashed(stage).map(arrival).collect()
     }
 }

@@ -34,7 +34,7 @@ pub enum Stream {
         /// Its device.
         device: u32,
     },
-    /// One end of what carries values from a stage to another. Between two devices there are two ends, which wait for each
+    /// One end of what carries values (or skips, which may pass stages over) from a stage to another. Between two devices there are two ends, which wait for each
     /// other at every copy, as torch makes them do.
     Copy {
         /// The stage whose result is copied.
@@ -68,6 +68,10 @@ pub enum Buffer {
     Value(u32, u32),
     /// A value, copied for the next stage: that stage, micro-batch.
     ValueCopy(u32, u32),
+    /// A skip connection's value: which skip, micro-batch. It may be the same memory as any other value.
+    Skip(u32, u32),
+    /// Such a value, copied for the stage that pops it.
+    SkipCopy(u32, u32),
     /// What a forward or recomputation leaves for its backward: stage, micro-batch.
     Saved(u32, u32),
     /// The gradient of the step's output.
@@ -76,6 +80,10 @@ pub enum Buffer {
     Gradient(u32, u32),
     /// Such a gradient, copied for the stage before: that stage, micro-batch.
     GradientCopy(u32, u32),
+    /// The gradient of a skip connection's value: which skip, micro-batch.
+    SkipGradient(u32, u32),
+    /// Such a gradient, copied for the stage that stashed the value.
+    SkipGradientCopy(u32, u32),
     /// The sum of a stage's parameter gradients.
     ParameterGradient(u32),
 }
@@ -238,10 +246,14 @@ impl fmt::Display for Buffer {
             Self::State(stage) => write!(f, "state[{stage}]"),
             Self::Value(stage, microbatch) => write!(f, "value[{stage},{microbatch}]"),
             Self::ValueCopy(stage, microbatch) => write!(f, "value_copy[{stage},{microbatch}]"),
+            Self::Skip(skip, microbatch) => write!(f, "skip[{skip},{microbatch}]"),
+            Self::SkipCopy(skip, microbatch) => write!(f, "skip_copy[{skip},{microbatch}]"),
             Self::Saved(stage, microbatch) => write!(f, "saved[{stage},{microbatch}]"),
             Self::OutputGradient => f.write_str("output_gradient"),
             Self::Gradient(stage, microbatch) => write!(f, "gradient[{stage},{microbatch}]"),
             Self::GradientCopy(stage, microbatch) => write!(f, "gradient_copy[{stage},{microbatch}]"),
+            Self::SkipGradient(skip, microbatch) => write!(f, "skip_gradient[{skip},{microbatch}]"),
+            Self::SkipGradientCopy(skip, microbatch) => write!(f, "skip_gradient_copy[{skip},{microbatch}]"),
             Self::ParameterGradient(stage) => write!(f, "parameter_gradient[{stage}]"),
         }
     }
