@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrelay import GPipe
+from torchrelay import GPipe, trace
 from torchrelay.runtime import choice
 from torchrelay.runtime.choice import AGAIN, FIRST, SHORT, Choice
 
@@ -122,3 +122,17 @@ def test_whichever_way_is_chosen_the_results_are_the_same(checkpoint: str) -> No
         results.append(steps(model, 3 * FIRST))
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize("serially", [True, False])
+def test_a_recording_shows_what_is_chosen(serially: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[bool] = []
+    monkeypatch.setattr(Choice, "is_serial", lambda _: serially)
+    monkeypatch.setattr(Choice, "note", lambda _, start, *, serially: noted.append(serially))
+    model = GPipe(nn.Sequential(Threads(), Threads()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    with trace.record(model) as timeline:
+        steps(model, 1)
+    lanes = {threading.current_thread().name} if serially else {"torchrelay-lane-0", "torchrelay-lane-1"}
+    assert {name for layer in model for name in layer.seen} == lanes  # type: ignore[attr-defined]
+    assert timeline.steps[0].is_serial is serially
+    assert noted == [serially] * 2

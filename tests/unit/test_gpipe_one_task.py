@@ -1,10 +1,12 @@
 """One partition and one micro-batch: the plain module, in the caller's own graph."""
 
+import contextlib
+
 import pytest
 import torch
 from gpipe_support import Call, split
 from torch import nn
-from torchrelay import GPipe, NoChunk
+from torchrelay import GPipe, NoChunk, trace
 
 
 def test_it_draws_and_computes_bitwise_what_the_plain_module_does(executor):
@@ -51,3 +53,30 @@ def test_a_failure_says_where():
         model(torch.ones(2))
     notes = getattr(failure.value, "__notes__", None)  # Python 3.10 has none
     assert notes in (None, ["in the forward of micro-batch 0 on partition 0, layer '1'"])
+
+
+@pytest.mark.parametrize("surroundings", ["recording", "profiler", "always", "always, recording"])
+def test_its_random_numbers_do_not_depend_on_who_looks_on(executor, surroundings):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 2), nn.Dropout(0.3))
+    checkpoint = "always" if "always" in surroundings else "except_last"
+    model = GPipe(module, [4], devices=["cpu"], executor=executor, checkpoint=checkpoint)
+
+    def steps(each, around):
+        torch.manual_seed(0)
+        results = []
+        for _ in range(2):
+            value = torch.ones(4, 3, requires_grad=True)
+            with around():
+                output = each(value)
+                between = torch.rand(3)
+                output.square().sum().backward()
+            results += [output.detach(), between, value.grad, *(p.grad.clone() for p in each.parameters())]
+        each.zero_grad()
+        return [*results, torch.rand(3)]
+
+    def around():
+        if surroundings == "profiler":
+            return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        return trace.record(model) if "recording" in surroundings else contextlib.nullcontext()
+
+    assert all(map(torch.equal, steps(module, contextlib.nullcontext), steps(model, around)))

@@ -11,7 +11,10 @@ import torch
 
 @pytest.fixture(autouse=True)
 def without_a_device() -> object:
-    with mock.patch.object(torch.cuda, "synchronize"), mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone):
+    with (
+        mock.patch.object(torch.cuda, "synchronize"),
+        mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone),
+    ):
         yield
 
 

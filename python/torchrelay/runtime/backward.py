@@ -16,7 +16,7 @@ from torchrelay.runtime.minibatch import MiniBatch
 from torchrelay.runtime.output import Output
 from torchrelay.runtime.pipeline import Pipeline
 from torchrelay.runtime.programs import Programs
-from torchrelay.runtime.randomness import StepRandomness
+from torchrelay.runtime.randomness import Randomness
 from torchrelay.runtime.recompute import Determinism
 from torchrelay.runtime.skips import SkipGradients
 from torchrelay.runtime.streams import HalfStreams
@@ -39,7 +39,7 @@ class Forward(NamedTuple):
     input: MiniBatch
     output: Output
     tasks: Sequence[PartitionTasks]
-    random: StepRandomness
+    random: Randomness
     context: CallerContext
     determinism: Determinism | None
 

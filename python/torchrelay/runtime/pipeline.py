@@ -56,17 +56,12 @@ class Pipeline(NamedTuple):
         serially: bool,
     ) -> None:
         """Begin `phase` in the lanes, woken in this `order`; or do it all in this thread, in this `sequence`."""
-        if (
-            serially
-            or self.lanes is None
-            or needs_callers_thread()
-            or (self.chooses and not phase.is_timed and choice.is_serial())
-        ):
+        if serially or self.lanes is None or needs_callers_thread() or (self.chooses and choice.is_serial()):
             phase.run_serially(sequence)
         else:
             phase.start(self.lanes, context, self.devices, order)
 
     def note(self, phase: Phase, choice: Choice) -> None:
         """`phase` has ended."""
-        if self.chooses and not phase.is_timed:
+        if self.chooses:
             choice.note(phase.began, serially=phase.is_serial)

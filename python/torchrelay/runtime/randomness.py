@@ -8,6 +8,7 @@ what each task draws:
 2. Tasks that draw from one generator, or set it, take turns on it; the others wait for nobody. How that is found out
    and watched, in each half of a step, is told in `draws`.
 3. A recomputation that does not draw as much as its forward raises.
+4. A plan with a single task draws what the plain module does: see `one_task`.
 
 Numbers that torch does not draw (Python's random, numpy) are not planned, and a thread of the user's that draws during
 a step takes part in no turn.
@@ -15,14 +16,15 @@ a step takes part in no turn.
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from torchrelay.runtime.draws import Drawn, HalfDraws, HalfWatch
 from torchrelay.runtime.generators import Source
+from torchrelay.runtime.one_task import OneTaskRandomness
 
-__all__ = ["RandomnessWatch", "StepRandomness"]
+__all__ = ["Randomness", "RandomnessWatch", "StepRandomness", "randomness"]
 
 T = TypeVar("T")
 
@@ -43,8 +45,43 @@ class RandomnessWatch:
         self.backward = HalfWatch()
 
 
+class Randomness(Protocol):
+    """What one step draws, as the step sees it."""
+
+    def is_without_turn(self, j: int) -> bool:
+        """Whether the next forward task of partition `j` takes no turn, so that it may be run as it is."""
+
+    def is_backward_without_turn(self, j: int) -> bool:
+        """Whether the next backward task of partition `j` takes no turn."""
+
+    def forward(self, i: int, j: int, task: Callable[[], T], *, recomputed: bool) -> T:
+        """Run the forward task of micro-batch `i` on partition `j`, which may be `recomputed`."""
+
+    def recompute(self, i: int, j: int, task: Callable[[], T]) -> T:
+        """Run the recomputation of a forward task: it draws the same."""
+
+    def backward(self, i: int, j: int, task: Callable[[], T]) -> T:
+        """Run the backward task of micro-batch `i` on partition `j`."""
+
+    def finish_forward(self, *, failed: bool = False) -> None:
+        """After the forward's tasks."""
+
+    def start_backward(self) -> None:
+        """In the thread that called backward, before its tasks."""
+
+    def finish_backward(self, *, failed: bool = False) -> None:
+        """After the backward's tasks."""
+
+
+def randomness(devices: Sequence[torch.device], rows: Sequence[int], watch: "RandomnessWatch") -> Randomness:
+    """The draws of a step with so many partitions and micro-batches; arguments as of :class:`StepRandomness`."""
+    if len(devices) == len(rows) == 1:
+        return OneTaskRandomness(devices[0])
+    return StepRandomness(devices, rows, watch)
+
+
 class StepRandomness:
-    """What one step draws.
+    """What one step of several tasks draws.
 
     Args:
         devices: one for each partition.

@@ -15,7 +15,7 @@ from torchrelay.runtime.minibatch import MiniBatch
 from torchrelay.runtime.output import Output
 from torchrelay.runtime.pipeline import Pipeline
 from torchrelay.runtime.programs import Programs
-from torchrelay.runtime.randomness import StepRandomness
+from torchrelay.runtime.randomness import Randomness, randomness
 from torchrelay.runtime.recompute import Determinism, is_recomputing
 from torchrelay.runtime.skips import StepSkips
 from torchrelay.runtime.streams import HalfStreams
@@ -76,7 +76,7 @@ class _Step:
         self.gathering = Gathering()
         self._context = CallerContext(pipeline.devices)
         self._determinism = Determinism() if self._recomputed else None
-        self._random: StepRandomness
+        self._random: Randomness
 
     def left_with(self, output: Output) -> Forward:
         """What the backwards need, after the forward."""
@@ -105,7 +105,7 @@ class _Step:
             self._streams.record = record
             self._streams.carry(self._skips.values, pipeline.skips.crossing)
             self._streams.enter_forward([leaf for part in microbatches for leaf in flatten(part)[0]])
-        self._random = StepRandomness(pipeline.devices, self._input.rows, pipeline.randomness)
+        self._random = randomness(pipeline.devices, self._input.rows, pipeline.randomness)
         try:
             pipeline.carry_out(
                 phase,
