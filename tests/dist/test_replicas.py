@@ -362,7 +362,7 @@ def test_a_process_alone(rank, world):
     assert_same_gradients(module, plain)
 
 
-Pair = collections.namedtuple("Pair", "left right")
+Pair = collections.namedtuple("Pair", "left right")  # noqa: PYI024
 
 
 @dataclasses.dataclass
@@ -441,7 +441,7 @@ def test_without_a_tensor_to_cut_the_module_alone_is_called(rank, world):
 
 @on_ranks
 def test_it_warns_once_that_a_process_per_device_is_faster(rank, world):
-    with pytest.warns(UserWarning, match="one process per device .* is faster") as caught:
+    with pytest.warns(UserWarning, match="one process per device .* is faster") as caught:  # noqa: PT031
         wrapped = DistributedDataParallel(mlp(), device_ids=["cpu", "cpu"])
         for _ in range(2):
             loss(wrapped, torch.ones(2, 4).double()).backward()

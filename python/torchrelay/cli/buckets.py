@@ -1,23 +1,34 @@
 """`torchrelay buckets`: the plan that DistributedDataParallel starts with, for a model or for bare sizes."""
 
 from collections.abc import Sequence
+from typing import Annotated
+
+import typer
 
 from torchrelay.cli.errors import UserError
 from torchrelay.cli.models import build, find
 from torchrelay.planning.bucket_plan import ParameterFacts, bucket_limits, plan_buckets
 
-__all__ = ["show"]
+__all__ = ["buckets"]
 
 # Bytes of an element. A table, so that planning for bare sizes does not wait for torch to be imported.
 _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
 
 
-def show(model: str | None, sizes: str | None, *, dtype: str, cap_mb: float, first_mb: float, ranks: int) -> None:
-    """Prints to stdout.
-
-    Raises:
-        UserError: not one of `model` and `sizes`, or one that cannot be read or called.
-    """
+def buckets(
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FACTORY", help="A callable without arguments that returns a torch.nn.Module."),
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Elements of each tensor, in definition order.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the tensors of --sizes.")] = "float32",
+    cap_mb: Annotated[float, typer.Option(min=0, help="Size at which a bucket is closed, in MiB.")] = 25.0,
+    first_mb: Annotated[float, typer.Option(min=0, help="The same for the first bucket.")] = 1.0,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that average; the plan is the same for any number.")] = 2,
+) -> None:
+    """Print which gradients would travel together: the first plan of DistributedDataParallel for a model."""
     if (model is None) == (sizes is None):
         raise UserError("give either --model MODULE:FACTORY or --sizes N,N,...")
     facts = _of_model(model) if model is not None else _of_sizes(str(sizes), dtype)

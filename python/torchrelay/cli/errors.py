@@ -1,7 +1,11 @@
-"""What the commands raise when the person at the keyboard can mend it."""
+"""What the commands raise for one sentence without a traceback."""
 
-__all__ = ["UserError"]
+__all__ = ["RefusedError", "UserError"]
 
 
 class UserError(Exception):
-    """One sentence about what was asked for; the command prints it without a traceback and ends with status 2."""
+    """What the person at the keyboard can mend; the command ends with status 2."""
+
+
+class RefusedError(UserError):
+    """What was asked for was done, and the answer is no; the command ends with status 1."""

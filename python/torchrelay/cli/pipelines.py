@@ -1,6 +1,8 @@
 """What the commands that are about a model's pipeline ask for alike: the model, and how it is cut."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from torchrelay.cli.errors import UserError
 from torchrelay.cli.inputs import numbers
@@ -9,9 +11,18 @@ from torchrelay.cli.models import build, find
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["CHECKPOINTS", "balance_of", "check_checkpoint", "sequential"]
+__all__ = ["Balance", "Checkpoint", "Model", "Partitions", "balance_of", "check_checkpoint", "sequential"]
 
-CHECKPOINTS = ("always", "except_last", "never")
+Model = Annotated[
+    str, typer.Option(metavar="MODULE:FACTORY", help="A callable without arguments: a torch.nn.Sequential.")
+]
+Balance = Annotated[str | None, typer.Option(metavar="N,N,...", help="How many layers each partition has.")]
+Partitions = Annotated[
+    int, typer.Option(help="Without --balance: how many partitions, as even in parameters as can be.")
+]
+Checkpoint = Annotated[str, typer.Option(metavar="always|except_last|never", help="Which of them are recomputed.")]
+
+_CHECKPOINTS = ("always", "except_last", "never")
 
 
 def sequential(model: str, *, real: bool) -> "nn.Sequential":
@@ -48,5 +59,5 @@ def balance_of(module: "nn.Sequential", balance: str | None, partitions: int) ->
 
 def check_checkpoint(name: str) -> None:
     """Raises a UserError unless it is a mode."""
-    if name not in CHECKPOINTS:
-        raise UserError(f"--checkpoint must be one of {', '.join(CHECKPOINTS)}, and is {name!r}")
+    if name not in _CHECKPOINTS:
+        raise UserError(f"--checkpoint must be one of {', '.join(_CHECKPOINTS)}, and is {name!r}")

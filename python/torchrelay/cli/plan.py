@@ -1,27 +1,39 @@
 """`torchrelay plan`: what a pipeline of a model would do, before anything runs."""
 
-import shutil
-import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from torchrelay.cli.errors import UserError
-from torchrelay.cli.pipelines import balance_of, check_checkpoint, sequential
+from torchrelay.cli.pipelines import (
+    Balance,
+    Checkpoint,
+    Model,
+    Partitions,
+    balance_of,
+    check_checkpoint,
+    sequential,
+)
 from torchrelay.errors import PlanError, SkipError
 
 if TYPE_CHECKING:
     from torchrelay.schedules import Schedule
 
-__all__ = ["show"]
+__all__ = ["plan"]
 
 
-def show(
-    model: str, balance: str | None, partitions: int, *, devices: str | None, microbatches: int, checkpoint: str
+def plan(
+    model: Model,
+    balance: Balance = None,
+    partitions: Partitions = 2,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="D,D,...", help="Of the partitions, whether they are there or not.", show_default="cpu"),
+    ] = None,
+    microbatches: Annotated[int, typer.Option(help="Pieces that a mini-batch is cut into.")] = 4,
+    checkpoint: Checkpoint = "except_last",
 ) -> None:
-    """Prints to stdout.
-
-    Raises:
-        UserError: a model that cannot be built or cut like that.
-    """
+    """Print what a pipeline of a model would do: its partitions, its schedule, its bubble, what it keeps."""
     check_checkpoint(checkpoint)
     # No layer is run, so that a model of any size will do.
     module = sequential(model, real=False)
@@ -36,15 +48,14 @@ def show(
     except RuntimeError as error:
         raise UserError(f"--devices must be names of devices with commas between: {error}") from None
     try:
-        plan = plan_partitions(module, counts, places)
-        schedule = plan.schedule(microbatches, recompute=checkpoint)
-        streams = plan.streams(microbatches, recompute=checkpoint)
+        made = plan_partitions(module, counts, places)
+        schedule = made.schedule(microbatches, recompute=checkpoint)
+        streams = made.streams(microbatches, recompute=checkpoint)
         schedule.verify()
         streams.verify()
     except (PlanError, SkipError) as error:
         raise UserError(f"{model}: {error}") from None
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 80
-    print(f"{plan}\nbalance={counts}\n\n{schedule.draw(width)}\n\n{_facts(schedule)}")
+    print(f"{made}\nbalance={counts}\n\n{schedule.draw()}\n\n{_facts(schedule)}")
     if streams.streams:
         print(f"streams: {len(streams)} operations on {len(streams.streams)} streams, free of races")
 

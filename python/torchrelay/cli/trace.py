@@ -1,39 +1,47 @@
 """`torchrelay trace`: some steps of a model's pipeline on this machine, recorded and drawn."""
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from torchrelay.cli.errors import UserError
 from torchrelay.cli.inputs import numbers, sample
-from torchrelay.cli.pipelines import balance_of, check_checkpoint, sequential
+from torchrelay.cli.pipelines import (
+    Balance,
+    Checkpoint,
+    Model,
+    Partitions,
+    balance_of,
+    check_checkpoint,
+    sequential,
+)
 
-__all__ = ["show"]
+__all__ = ["trace"]
 
 _ENDINGS = (".html", ".svg", ".json")
 
 
-def show(
-    model: str,
-    balance: str | None,
-    partitions: int,
-    *,
-    shape: str,
-    dtype: str,
-    devices: str | None,
-    chunks: int,
-    checkpoint: str,
-    steps: int,
-    output: Path,
+def trace(
+    model: Model,
+    input_shape: Annotated[str, typer.Option(metavar="N,N,...", help="Of the input: rows first.")],
+    balance: Balance = None,
+    partitions: Partitions = 2,
+    input_dtype: Annotated[str, typer.Option(help="Of the input, which is all zeros.")] = "float32",
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="D,D,...", help="Of the partitions.", show_default="the accelerators, or cpu"),
+    ] = None,
+    chunks: Annotated[int, typer.Option(min=1, help="Pieces that the input is cut into.")] = 4,
+    checkpoint: Checkpoint = "except_last",
+    steps: Annotated[int, typer.Option(min=1, help="How many are recorded.")] = 3,
+    output: Annotated[Path, typer.Option(help="A .html, .svg or .json file; the last is for Perfetto.")] = Path(
+        "timeline.html"
+    ),
 ) -> None:
-    """Runs a step that is not recorded, then `steps`; writes `output` and prints the figures.
-
-    The loss is the sum of all outputs.
-
-    Raises:
-        UserError: a model that cannot be built, cut or run, an input that cannot be made, a file that cannot be
-            written.
-    """
+    """Run some steps of a pipeline of a model, and draw what ran when beside the plan."""
     check_checkpoint(checkpoint)
-    sizes = numbers("--input-shape", shape, "sizes with commas between, rows first")
+    sizes = numbers("--input-shape", input_shape, "sizes with commas between, rows first")
     if output.suffix not in _ENDINGS:
         raise UserError(
             f"--output must be the name of a file that ends in {', '.join(_ENDINGS)}, and is {str(output)!r}"
@@ -42,10 +50,11 @@ def show(
         raise UserError(f"--output {output} cannot be written: there is no folder {output.parent}")
     module = sequential(model, real=True)
     counts = balance_of(module, balance, partitions)
-    given = sample(sizes, dtype)
+    given = sample(sizes, input_dtype)
     from torch.utils._pytree import tree_leaves
 
-    from torchrelay import GPipe, trace
+    from torchrelay import GPipe
+    from torchrelay.trace import record
 
     places = None if devices is None else [name.strip() for name in devices.split(",")]
     try:
@@ -59,7 +68,7 @@ def show(
                 sum(leaf.sum() for leaf in leaves).backward()
 
         step()  # what is done once only
-        with trace.record(pipeline) as timeline:
+        with record(pipeline) as timeline:
             for _ in range(steps):
                 step()
     except Exception as error:  # whatever a layer raises

@@ -7,6 +7,8 @@ from torchrelay.errors import PlanError
 
 __all__ = ["make", "names", "search"]
 
+_MOST_STAGES = 65_536  # of the core
+
 
 def names() -> list[str]:
     """The names that `make` knows."""
@@ -106,6 +108,8 @@ def _stages(costs: Costs) -> int | None:
 def _placement(name: str, ranks: int, stages: int | None) -> list[int]:
     if ranks < 1:
         raise PlanError(f"the number of ranks must be at least 1, but is {ranks}")
+    if ranks > _MOST_STAGES:
+        raise PlanError(f"the number of ranks must be at most {_MOST_STAGES}, but is {ranks}")
     usual = {"loop": ranks, "v": 2 * ranks}.get(name)
     if usual is None:
         raise PlanError(f'placement must be "loop", "v" or the rank of each stage, but is {name!r}')
