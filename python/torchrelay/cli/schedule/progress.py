@@ -11,7 +11,7 @@ __all__ = ["progress_shown"]
 
 @contextmanager
 def progress_shown(seconds: float | None) -> Iterator[Callable[[float, float, float], None] | None]:
-    """Yields what `schedules.search` is to call: a line on stderr, gone when the search ends; None if that is no terminal.
+    """Yields what `schedules.search` is to call, or None if stderr is no terminal; the line goes with the search.
 
     `seconds` are those that the search may take; without them nobody knows how long it will, and there is no bar.
     """
