@@ -8,7 +8,7 @@ from torchrelay._core import __version__, clock_cycles
 from torchrelay.planning.bucket_plan import BucketPlan
 
 if TYPE_CHECKING:
-    from torchrelay import balance, skip, trace
+    from torchrelay import balance, comm_hooks, skip, trace
     from torchrelay.data_parallel import DistributedDataParallel
     from torchrelay.gpipe import GPipe, NoChunk, is_checkpointing, is_recomputing
     from torchrelay.planning.buckets import compute_bucket_assignment_by_size
@@ -21,6 +21,7 @@ __all__ = [
     "__version__",
     "balance",
     "clock_cycles",
+    "comm_hooks",
     "compute_bucket_assignment_by_size",
     "errors",
     "is_checkpointing",
@@ -40,6 +41,7 @@ _NEED_TORCH = {
     "is_recomputing": "torchrelay.gpipe",
     "compute_bucket_assignment_by_size": "torchrelay.planning.buckets",
     "balance": "torchrelay.balance",
+    "comm_hooks": "torchrelay.comm_hooks",
     "skip": "torchrelay.skip",
     "trace": "torchrelay.trace",
 }

@@ -1,9 +1,9 @@
 """Several devices in one process, and several such processes. The CPU, several times over, stands for the devices."""
 
-import collections
 import copy
 import dataclasses
 import threading
+import typing
 import warnings
 
 import pytest
@@ -362,7 +362,9 @@ def test_a_process_alone(rank, world):
     assert_same_gradients(module, plain)
 
 
-Pair = collections.namedtuple("Pair", "left right")  # noqa: PYI024
+class Pair(typing.NamedTuple):
+    left: torch.Tensor
+    right: list
 
 
 @dataclasses.dataclass
@@ -441,10 +443,13 @@ def test_without_a_tensor_to_cut_the_module_alone_is_called(rank, world):
 
 @on_ranks
 def test_it_warns_once_that_a_process_per_device_is_faster(rank, world):
-    with pytest.warns(UserWarning, match="one process per device .* is faster") as caught:  # noqa: PT031
+    def train():
         wrapped = DistributedDataParallel(mlp(), device_ids=["cpu", "cpu"])
         for _ in range(2):
             loss(wrapped, torch.ones(2, 4).double()).backward()
+
+    with pytest.warns(UserWarning, match="one process per device .* is faster") as caught:
+        train()
     assert len(caught) == 1
     assert caught[0].filename == __file__
 

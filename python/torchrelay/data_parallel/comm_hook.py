@@ -19,11 +19,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from torchrelay.data_parallel.hook_failures import HookFailures
 from torchrelay.data_parallel.layout import views_of
+from torchrelay.data_parallel.waiting import Watch
 from torchrelay.errors import CommHookError
 from torchrelay.planning.bucket_plan import Bucket
 
 __all__ = ["CommHook", "GradBucket", "HookWork"]
+
+_GLANCE = 1.0
+"""Seconds between two looks at whether the hook has failed on another rank."""
 
 
 class GradBucket:
@@ -66,16 +71,21 @@ class GradBucket:
 
 
 class CommHook:
-    """A hook with its state; remembers whether the bucket before is done."""
+    """A hook with its state; remembers whether the bucket before is done.
 
-    def __init__(self, state: object, hook: Callable[..., object], limit: datetime.timedelta | None) -> None:
-        """`limit` is how long a future may take."""
+    Attributes:
+        failures: Where the ranks tell each other that it has failed.
+    """
+
+    def __init__(self, state: object, hook: Callable[..., object], watch: Watch) -> None:
+        """`watch` knows how long a future may take."""
         if not callable(hook):
             raise TypeError(f"a communication hook is called as hook(state, bucket), but {hook!r} cannot be called")
         self.state = state
         self.hook = hook
         self.name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        self._limit = limit
+        self.failures = HookFailures(watch)
+        self._watch = watch
         self._last: HookWork | None = None
 
     def start(self, bucket: GradBucket, target: torch.Tensor) -> "HookWork":
@@ -92,7 +102,7 @@ class CommHook:
                 f"the communication hook {self.name} returned {_described(future)} for bucket {bucket.index()}, but "
                 "must return a torch.futures.Future of the bucket's new values (work.get_future() is one)"
             )
-        self._last = HookWork(self.name, bucket.index(), future, target, self._limit)
+        self._last = HookWork(self.name, bucket.index(), future, target, self._watch.limit, self.failures)
         return self._last
 
     @property
@@ -105,9 +115,19 @@ class CommHook:
         if self._last is not None:
             self._last.settle()
 
-    def forget(self) -> None:
-        """After a failed backward."""
+    @property
+    def lost(self) -> bool:
+        """Whether the last one has not come to an end, and will not be waited for."""
+        return self._last is not None and self._last.lost
+
+    def begin(self) -> None:
+        """Before the first bucket of a backward.
+
+        Raises:
+            ReductionError: It has failed before on some ranks only.
+        """
         self._last = None
+        self.failures.next()
 
 
 class HookWork:
@@ -120,13 +140,16 @@ class HookWork:
         future: "torch._C.Future[object]",
         target: torch.Tensor,
         limit: datetime.timedelta | None,
+        failures: HookFailures,
     ) -> None:
         self._name = name
         self._index = index
         self._future = future
         self._target = target
         self._limit = limit
+        self._failures = failures
         self.result = target
+        self.lost = False
 
     def is_completed(self) -> bool:
         """Whether its future is done."""
@@ -136,17 +159,27 @@ class HookWork:
         """Returns when the future is done, be it by an error.
 
         Raises:
-            CommHookError: That did not happen within the limit.
+            CommHookError: That did not happen within the limit, or the hook has failed on another rank.
         """
         if self._future.done():
             return
         over = threading.Event()
         self._future.add_done_callback(lambda _: over.set())
-        if not over.wait(None if self._limit is None else self._limit.total_seconds()):
-            raise CommHookError(
-                f"the future that the communication hook {self._name} returned for bucket {self._index} was not done "
-                f"within {self._limit}: set its result, or return the future of the work that the hook has started"
-            )
+        self.lost = True
+        self._wait_for(over)
+        self.lost = False
+
+    def _wait_for(self, over: threading.Event) -> None:
+        left = None if self._limit is None else self._limit.total_seconds()
+        while not over.wait(_GLANCE if left is None else min(_GLANCE, left)):
+            self._failures.look(self._index)
+            left = None if left is None else left - _GLANCE
+            if left is not None and left <= 0:
+                raise CommHookError(
+                    f"the future that the communication hook {self._name} returned for bucket {self._index} was not "
+                    f"done within {self._limit}: set its result, or return the future of the work that the hook has "
+                    "started"
+                )
 
     def wait(self) -> None:
         """Makes what the hook came to the bucket's values.

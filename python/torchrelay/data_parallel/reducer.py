@@ -19,7 +19,6 @@ What the reducer keeps to:
 Which parameters were used, and which rank has met trouble, travels as extra elements of the last bucket.
 """
 
-import contextlib
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ from torchrelay._core import Readiness, agreed_order
 from torchrelay.data_parallel.averaging import Averager
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.gradient_hooks import attach
+from torchrelay.data_parallel.overflow import Overflow
 from torchrelay.data_parallel.parameters import Inventory
 from torchrelay.data_parallel.replicas import Replicas
 from torchrelay.data_parallel.storage import BucketStorage
@@ -92,7 +92,8 @@ class Reducer:
     ) -> None:
         self.plan = plan
         self._replicas = replicas
-        self._replan = replan if len(plan.buckets) > 1 or always else None
+        # A hook is given gradients in the order of their arrival, which matters in one bucket, too.
+        self._replan = replan if len(plan.buckets) > 1 or always or hook is not None else None
         self._began = 0.0
         self._parameters = inventory.tensors
         self._as_views = as_views
@@ -101,6 +102,7 @@ class Reducer:
         self.joining = False
         self.backwards = 0
         self._hook = hook
+        self._overflow = Overflow(dist.get_rank(group), dist.get_world_size(group))
         self._share: Part | None = None
         self._round: Round | None = None
         self._by_live = False
@@ -136,7 +138,7 @@ class Reducer:
     def _allocate(self) -> None:
         """The memory that the plan asks for."""
         buckets, parameters = self.plan.buckets, self._parameters
-        flags = len(parameters) + self._average.world_size
+        flags = len(parameters) + self._average.world_size + (len(buckets) if self._hook is not None else 0)
         self._storage = [
             BucketStorage(
                 bucket,
@@ -144,11 +146,12 @@ class Reducer:
                 as_views=self._as_views,
                 extra=flags if bucket is buckets[-1] else 0,
                 hook=self._hook,
+                as_arriving=self._hook is not None and self.plan.source != "definition",
             )
             for bucket in buckets
         ]
-        tail = self._storage[-1].tail
-        self._used, self._status = tail[: len(parameters)], tail[len(parameters) :]
+        parts = [len(parameters), self._average.world_size, flags - len(parameters) - self._average.world_size]
+        self._used, self._status, self._finite = torch.split(self._storage[-1].tail, parts)
 
     # --- replicas: what is known of the copies of a parameter, as of the parameter
 
@@ -211,6 +214,8 @@ class Reducer:
             self._settle()
             if self.joining:
                 self._check_round()
+            if self._hook is not None and self.enabled:
+                self._hook.begin()
             backward = _Backward(self)
             Variable._execution_engine.queue_callback(backward)
             self._reducing = self.enabled
@@ -281,11 +286,14 @@ class Reducer:
         """
         with self._lock, torch.no_grad():
             self._settle()
+            if self._hook is not None:
+                self._hook.begin()
             self._share = self._weigh(0) if expected.weighted else None
             self._used.zero_()
             self._status.zero_()
             try:
-                self._send_nothing(self._storage)
+                self._launched = 0
+                self._send_nothing()
                 for storage in self._storage:
                     self._wait(storage)
                 self._raise_trouble([])
@@ -314,15 +322,25 @@ class Reducer:
         if storage is self._storage[-1]:
             self._fill_tail(unused | self._bare)
         self._launched += 1  # from here on something of it may have been sent
+        sent = self._watch.sent
         try:
             storage.send(self._average, self._flying, self._share)
         except Exception as error:
             if self._hook is None:
                 raise self._failure("could not be sent", storage.bucket, error) from error
-            self._muted = True
+            if sent is not None and sent == self._watch.sent:
+                self._launched -= 1  # `_send_rest` gives it another try, so that the others do not wait in vain
+            else:
+                self._mute(self._hook, storage.bucket, raised=True)
             if sys.version_info >= (3, 11):
                 error.add_note(f"raised by the communication hook {self._hook.name} {self._place(storage.bucket)}")
             raise
+
+    def _mute(self, hook: CommHook, bucket: Bucket, *, raised: bool = False) -> None:
+        """A hook has failed: what it has sent is not known, so nothing more is sent, and its memory is left to it."""
+        self._muted = True
+        hook.failures.tell(bucket.index, raised=raised)
+        self._allocate()
 
     def _end(self) -> None:
         """The outermost backward is over, without error so far."""
@@ -339,6 +357,11 @@ class Reducer:
                 self._readiness.abandon()
                 if self._replicas is not None:
                     self._replicas.drop()
+                if self._hook is not None and not self._muted:
+                    if self._hook.failures.left_waiting:
+                        self._mute(self._hook, self.plan.buckets[-1])
+                    elif self._launched < len(self._storage):
+                        self._send_rest()
                 for storage in self._storage:
                     storage.forget()
                 self._adrift = [storage for storage in self._storage if storage.pending]
@@ -366,7 +389,7 @@ class Reducer:
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._average.group)
             *positions, nanoseconds = agreed.tolist()
             before, self.plan = self.plan, replan(agreed_order(positions), nanoseconds * 1e-9)
-            if [bucket.members for bucket in self.plan.buckets] == [bucket.members for bucket in before.buckets]:
+            if self._hook is None and all(map(_same_members, self.plan.buckets, before.buckets)):
                 return
             old = self._storage
             self._readiness.rearrange(self._counted())
@@ -380,13 +403,15 @@ class Reducer:
         unused_here = self._unused()
         while self._launched < len(self._storage):
             if self._hook is not None:
-                self._hook.drain()
+                self._drain(self._hook)
             self._launch_next(unused_here)
         if self._hook is not None:
-            self._finish_hooks()
+            self._finish_hooks(self._hook)
         for storage in self._storage:
             self._wait(storage)
         self._raise_trouble(self._late())
+        if self._hook is not None:
+            self._overflow.look(self._finite, self._storage, self._hook.name, self.backwards)
         self._write_back(self._bare.union(unused_here))
         self.backwards += 1
 
@@ -398,9 +423,18 @@ class Reducer:
         for storage in self._storage:
             storage.write_back(unused.intersection(storage.bucket.members), untouched)
 
-    def _finish_hooks(self) -> None:
+    def _drain(self, hook: CommHook) -> None:
+        """Waits for the hook of the bucket before."""
+        try:
+            hook.drain()
+        except CommHookError:
+            self._mute(hook, self.plan.buckets[self._launched - 1])
+            raise
+
+    def _finish_hooks(self, hook: CommHook) -> None:
         """Waits for what the hooks have started; only then is sent what travels with the last bucket otherwise."""
         problem: Exception | None = None
+        self._drain(hook)
         try:
             for storage in self._storage:
                 self._wait(storage)
@@ -408,10 +442,19 @@ class Reducer:
             problem = error
         if problem is not None:
             self._status[self._rank] = _FAILED
+        for place, storage in enumerate(self._storage):
+            if storage.was_finite is not None:
+                self._finite[place] = storage.was_finite
         self._storage[-1].send_tail(self._average)
-        if problem is not None:
-            with contextlib.suppress(Exception):  # the first error is what there is to tell
-                self._wait(self._storage[-1])
+        self._watch.alarm = hook.failures.look
+        try:
+            self._wait(self._storage[-1])
+        except Exception:
+            if problem is None:
+                raise
+        finally:
+            self._watch.alarm = None
+        if problem is not None:  # the first one is what there is to tell
             raise problem
 
     def _fill_tail(self, unused: frozenset[int]) -> None:
@@ -493,28 +536,37 @@ class Reducer:
         """
         with self._lock, torch.no_grad():
             if self._reducing and not self._muted:
-                self._used.zero_()
-                self._status.zero_()
-                self._status[self._rank] = _FAILED
-                try:
-                    self._send_nothing(self._storage[self._launched :])
-                except Exception:  # the transport is down, so nobody waits; and the caller has the first error already
-                    self._launched = len(self._storage)
+                self._send_rest()
                 self._adrift = list(self._storage)
             self._flying.clear()
             self._readiness.abandon()
             if self._replicas is not None:
                 self._replicas.drop()
 
-    def _send_nothing(self, storages: list[BucketStorage]) -> None:
-        """The messages of these buckets, without any gradient in them."""
-        for storage in storages:
+    def _send_rest(self) -> None:
+        """Sends what has not been sent, without any gradient in it, and says that this rank has failed."""
+        self._used.zero_()
+        self._status.zero_()
+        self._status[self._rank] = _FAILED
+        try:
+            self._send_nothing()
+        except Exception:  # the hook fails again, or the transport is down; the caller has the first error already
+            if self._hook is not None:
+                self._mute(self._hook, self.plan.buckets[self._launched - 1], raised=not self._hook.lost)
+            self._launched = len(self._storage)
+
+    def _send_nothing(self) -> None:
+        """The messages of the buckets that have not been launched, without any gradient in them."""
+        while self._launched < len(self._storage):
+            storage = self._storage[self._launched]
             storage.gather_nothing()
             if self._hook is not None:
                 self._hook.drain()
+            self._launched += 1
             storage.send(self._average, self._flying, None)
         if self._hook is not None:
             self._hook.drain()
+            self._finite.fill_(1)
             self._storage[-1].send_tail(self._average)
 
     def _settle(self) -> None:
@@ -550,6 +602,10 @@ def _weakly(method: Callable[..., object]) -> Callable[..., object]:
         return None if alive is None else alive(*arguments)
 
     return call
+
+
+def _same_members(one: Bucket, other: Bucket) -> bool:
+    return one.members == other.members
 
 
 def _first_line(error: Exception) -> str:

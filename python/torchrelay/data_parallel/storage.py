@@ -48,9 +48,11 @@ class BucketStorage:
         as_views: Whether gradients become views of the flat tensor.
         extra: How many numbers travel with the gradients, for the owner's use: see `tail`.
         hook: What is called in place of the average, if anything.
+        as_arriving: Whether gradients lie in the order in which they are expected to arrive, not in the bucket's.
 
     Attributes:
-        views: Where small gradients lie, in the order of the bucket.
+        views: Where small gradients lie, one after another.
+        was_finite: Whether all gradients were when a hook was called, as a tensor of one number.
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class BucketStorage:
         as_views: bool,
         extra: int,
         hook: CommHook | None = None,
+        as_arriving: bool = False,
     ) -> None:
         self.bucket = bucket
         self.as_views = as_views
         self._hook = hook
-        members = [(member, parameters[member]) for member in bucket.members]
+        order = reversed(bucket.members) if as_arriving else bucket.members
+        members = [(member, parameters[member]) for member in order]
         self._small: list[tuple[int, nn.Parameter]] = []
         self._large: list[tuple[int, nn.Parameter]] = []
         for member, parameter in members:
@@ -82,6 +86,7 @@ class BucketStorage:
         self._kept: dict[int, torch.Tensor] = {}
         self._sent: list[_Sent] = []
         self._works: list[Work | HookWork] = []
+        self.was_finite: torch.Tensor | None = None
 
     def gather(self, unused: Collection[int], flying: Mapping[int, Work]) -> set[int]:
         """Takes the gradients. Nothing has been sent if this raises.
@@ -144,8 +149,22 @@ class BucketStorage:
         target = self._sent[0].tensor if self.bucket.sparse else self._gradients
         buffer = target if self.bucket.sparse else target[:]  # a hook may resize it
         parameters = [parameter for _, parameter in (self._large or self._small)]
+        self.was_finite = all_finite(target)
         bucket = GradBucket(self.bucket, buffer, parameters, is_last=bool(self.tail.numel()))
         self._works.append(hook.start(bucket, target))
+
+    @property
+    def is_finite(self) -> torch.Tensor:
+        """Whether all gradients are now that a hook is through, as a tensor of one number."""
+        return all_finite(self._sent[0].tensor if self.bucket.sparse else self._gradients)
+
+    def not_finite(self) -> list[str]:
+        """Names of the parameters whose gradients are not, now that a hook is through."""
+        if self.bucket.sparse:
+            return list(self.bucket.names)
+        names = dict(zip(self.bucket.members, self.bucket.names, strict=True))
+        spoiled = [not bool(all_finite(view)) for view in self.views]
+        return [names[member] for (member, _), one in zip(self._small, spoiled, strict=True) if one]
 
     def wait(self, watch: Watch, place: Place) -> None:
         """Returns when the means are there; raises what the transport raised. What was not awaited stays `pending`."""
@@ -278,6 +297,17 @@ class BucketStorage:
             return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True).coalesce()
         strides = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
         return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device).zero_()
+
+
+def all_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether all elements are finite, as a tensor of one number; no accelerator is waited for."""
+    values = tensor._values() if tensor.is_sparse else tensor
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if not values.numel():
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    low, high = torch.aminmax(values)  # one pass, exact, and without memory for a mask; NaN is handed on
+    return torch.isfinite(low) & torch.isfinite(high)
 
 
 def _reducible_in_place(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:

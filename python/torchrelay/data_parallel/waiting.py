@@ -11,7 +11,7 @@ import contextlib
 import datetime
 import json
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,9 @@ class Watch:
         group: The ranks.
         limit: How long one wait may take; None: as long as the group lets it.
         label: Tells wrappers apart; the same on every rank.
+
+    Attributes:
+        alarm: Called every second of a wait; what it raises ends the wait.
     """
 
     def __init__(self, group: dist.ProcessGroup, limit: datetime.timedelta | None, label: str) -> None:
@@ -61,6 +64,8 @@ class Watch:
         self._first = _FIRST if limit is None else min(_FIRST, limit / 4)
         self._label = label
         self._store = _store(group)
+        self._group = group
+        self.alarm: Callable[[], None] | None = None
 
     def wait(self, work: Work, device: torch.device, place: Place) -> None:
         """Returns when the work is done; an accelerator's is done when its stream comes to it.
@@ -81,15 +86,48 @@ class Watch:
 
     def _wait_on(self, work: Work, place: Place) -> None:
         self.write(place)
+        left = None if self.limit is None else self.limit - self._first
+        while self.alarm is not None and (left is None or left > _FIRST) and not work.is_completed():
+            self.alarm()
+            with contextlib.suppress(RuntimeError):  # what went wrong, if anything did, is raised below
+                work.wait(_FIRST)
+            left = None if left is None else left - _FIRST
         try:
-            if self.limit is None:
+            if left is None:
                 work.wait()
             else:
-                work.wait(self.limit - self._first)
+                work.wait(left)
         except RuntimeError as error:
             within = "" if self.limit is None else f" within {self.limit.total_seconds():g} s"
             raise ReductionError(f"it was not there{within}; {self.missing(place)}") from error
         self.erase()
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self._world_size
+
+    @property
+    def sent(self) -> int | None:
+        """How many collectives this rank has begun on the group, if the backend counts them."""
+        try:
+            return int(self._group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        except (AttributeError, RuntimeError):
+            return None
+
+    def post(self, topic: str, text: str) -> bool:
+        """Leaves word for the other ranks; whether there is a place for it."""
+        if self._store is None:
+            return False
+        self._store.set(f"torchrelay/{topic}/{self._rank}", text)
+        return True
+
+    def posted(self, topic: str) -> dict[int, str]:
+        """The last word of each rank that has left one."""
+        if self._store is None:
+            return {}
+        keys = {rank: f"torchrelay/{topic}/{rank}" for rank in range(self._world_size)}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
     def write(self, place: Place) -> None:
         """Tells the others where this rank waits, if it can: it may be that the rank that keeps the store has gone."""

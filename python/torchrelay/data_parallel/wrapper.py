@@ -307,7 +307,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 f"the communication hook {self._comm_hook.name} is registered already, and there can be one; wrap "
                 "both in a function that calls them"
             )
-        self._comm_hook = CommHook(state, hook, self._watch.limit)
+        self._comm_hook = CommHook(state, hook, self._watch)
         self._reconnect(self._inventory)
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:

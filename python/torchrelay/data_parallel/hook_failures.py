@@ -1,0 +1,122 @@
+"""Communication hooks that fail: so that no rank waits long for one, and none mixes up what hooks have sent.
+
+What a hook that failed has sent before is not known. If it failed on every rank alike, at the same bucket, all have
+sent the same, and the next backward meets. If it failed on some ranks only, the others wait for something that never
+comes, and whatever the ranks send next would meet what is left over. So a rank on which a hook fails leaves word for
+the others; who waits for a hook looks for such words; and the next backward begins with a comparison of them.
+
+Without a failure nothing is written and, unless a wait is long, nothing is read.
+"""
+
+import json
+import math
+import time
+import typing
+
+from torchrelay.data_parallel.waiting import Watch
+from torchrelay.errors import CommHookError, ReductionError
+
+__all__ = ["HookFailures"]
+
+_GLANCE = 0.01
+
+
+class _Word(typing.NamedTuple):
+    """What a rank says of a failure: in which backward and bucket, after how many collectives; if it was the first."""
+
+    attempt: int
+    bucket: int
+    sent: int | None
+    first: bool
+
+
+class HookFailures:
+    """What is known of the failures of one wrapper's hook.
+
+    Attributes:
+        left_waiting: Whether it has failed on other ranks in this backward, and this one has waited for it.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.left_waiting = False
+        self._watch = watch
+        self._attempt = 0
+        self._topic = ""
+        self._mine: _Word | None = None
+
+    def next(self) -> None:
+        """Before the next backward that calls the hook.
+
+        Raises:
+            ReductionError: The hook has failed in the last one, and not on every rank alike.
+        """
+        if self._attempt == 0:
+            # Tells this hook from others on the group: what has been sent is equal on all ranks here, and no other
+            # hook's first backward begins after just as much.
+            self._topic = f"hook {self._watch.sent}"
+        if self._mine is not None:
+            self._compare(self._mine)
+        self._mine = None
+        self.left_waiting = False
+        self._attempt += 1
+
+    def tell(self, bucket: int, *, raised: bool) -> None:
+        """The hook failed at this bucket: it raised; or this rank has given up waiting for it."""
+        word = _Word(self._attempt, bucket, self._watch.sent, raised)
+        if self._watch.post(self._topic, json.dumps(word)):
+            self._mine = word
+
+    def look(self, bucket: float = math.inf) -> None:
+        """For a rank that waits for the hook of a bucket, or for what follows the last one.
+
+        Raises:
+            CommHookError: The hook has failed on other ranks in this backward, at that bucket or before.
+        """
+        # A rank calls the hook of a bucket when that of the one before is through; so its failure keeps back nothing of
+        # earlier ones. Where a rank has given up waiting, the others at that bucket do so as well before long.
+        failed = [
+            rank
+            for rank, word in self._posted().items()
+            if word.attempt == self._attempt and word.bucket < bucket + word.first
+        ]
+        if failed:
+            self.left_waiting = True
+            raise CommHookError(
+                f"the communication hook failed on {_ranks(failed)}, so what this rank waits for will not come; see "
+                "the error there"
+            )
+
+    def _posted(self) -> dict[int, _Word]:
+        return {rank: _Word(*json.loads(text)) for rank, text in self._watch.posted(self._topic).items()}
+
+    def _compare(self, mine: _Word) -> None:
+        limit = None if self._watch.limit is None else time.monotonic() + self._watch.limit.total_seconds()
+        while True:
+            said = self._posted()
+            absent = [
+                rank for rank in range(self._watch.ranks) if rank not in said or said[rank].attempt < self._attempt
+            ]
+            if not absent:
+                break
+            if limit is not None and time.monotonic() > limit:
+                raise ReductionError(
+                    f"the communication hook failed on this rank in the last backward, but not on {_ranks(absent)}: "
+                    f"{_REMEDY}"
+                )
+            time.sleep(_GLANCE)
+        different = [rank for rank, word in said.items() if word[:3] != mine[:3]]
+        if different:
+            raise ReductionError(
+                f"the communication hook failed in an earlier backward, but on {_ranks(different)} not as on this "
+                f"one: {_REMEDY}"
+            )
+
+
+_REMEDY = (
+    "what the ranks send no longer meets. Make a new group (torch.distributed.new_group) and wrap the module anew with "
+    "it, on every rank"
+)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
