@@ -5,42 +5,60 @@ use super::problem::Problem;
 use super::random::Random;
 use super::watch::Watch;
 
+/// How far ahead of its gradients a rank runs.
+#[derive(Clone, Copy)]
+enum Ahead {
+    /// As far as its memory goes.
+    Memory,
+    /// As far as the way to the last rank and back.
+    ThereAndBack,
+    /// As far as the way to the last rank.
+    There,
+}
+
+/// Rules to begin with: patience, eagerness, whether in turn, how far ahead. In this order where there is time for few.
+const FEW: [(f64, f64, bool, Ahead); 5] = [
+    (0.0, 1.0, true, Ahead::Memory),
+    (1.0, 0.0, true, Ahead::Memory),
+    (0.0, 0.6, true, Ahead::Memory),
+    (0.0, 0.0, true, Ahead::ThereAndBack),
+    (1.0, 0.0, false, Ahead::There),
+];
+
 /// Rules to begin with, the same for all ranks but for their place in the pipeline.
 pub(super) fn portfolio(problem: &Problem, is_large: bool) -> Vec<Vec<Rule>> {
     let p = problem.ranks();
-    let stages = problem.stages.len();
-    let many = stages > p;
-    let mut all = Vec::new();
+    let many = problem.stages.len() > p;
     let kept: &[f64] = if many { &[0.0, 0.5, 1.0] } else { &[0.0] };
-    let patiences: &[f64] = if is_large { &[1.0] } else { &[1.0, 0.5, 0.0] };
-    for &patience in patiences {
-        for &in_turn in &[true, false] {
-            for &kept in kept {
-                for ahead in 0..3 {
-                    let rule = |rank: usize| {
-                        let distance = p - rank;
-                        #[allow(clippy::cast_precision_loss)]
-                        let share = rank as f64 / p as f64 / 2.0;
-                        Rule {
-                            ahead: match ahead {
-                                0 => usize::MAX,
-                                1 if many => 2 * p,
-                                1 => 2 * distance - 1,
-                                _ if many => 2 * distance,
-                                _ => distance,
-                            },
-                            in_turn,
-                            patience,
-                            lag: usize::MAX,
-                            kept: kept * share,
-                        }
-                    };
-                    all.push((0..p).map(rule).collect());
-                }
-            }
-        }
-    }
-    all
+    let all_rules = || {
+        let patience_and_eagerness = [1.0, 0.5, 0.0]
+            .into_iter()
+            .flat_map(|patience| [0.0, 0.4, 0.6, 0.8, 1.0].map(|eager| (patience, eager)));
+        patience_and_eagerness.flat_map(|(patience, eager)| {
+            [true, false].into_iter().flat_map(move |in_turn| {
+                let ahead = [Ahead::Memory, Ahead::ThereAndBack, Ahead::There];
+                ahead.map(move |ahead| (patience, eager, in_turn, ahead))
+            })
+        })
+    };
+    let chosen: Vec<_> = if is_large { FEW.to_vec() } else { all_rules().collect() };
+    let of_all_ranks = |kept: f64, (patience, eager, in_turn, ahead): (f64, f64, bool, Ahead)| {
+        let rule = |rank: usize| {
+            let distance = p - rank;
+            #[allow(clippy::cast_precision_loss)]
+            let share = rank as f64 / p as f64 / 2.0;
+            let ahead = match ahead {
+                Ahead::Memory => usize::MAX,
+                Ahead::ThereAndBack if many => 2 * p,
+                Ahead::ThereAndBack => 2 * distance - 1,
+                Ahead::There if many => 2 * distance,
+                Ahead::There => distance,
+            };
+            Rule { ahead, in_turn, patience, eager, lag: usize::MAX, kept: kept * share }
+        };
+        (0..p).map(rule).collect()
+    };
+    chosen.into_iter().flat_map(|rule| kept.iter().map(move |&kept| of_all_ranks(kept, rule))).collect()
 }
 
 /// Changes the rules of single ranks as long as that helps.
@@ -62,11 +80,12 @@ pub(super) fn climb(
         for _ in 0..=random.below(2) {
             let rank = random.below(rules.len());
             let Some(rule) = changed.get_mut(rank) else { continue };
-            match random.below(5) {
+            match random.below(6) {
                 0 => rule.ahead = 1 + random.below(2 * problem.stages.len()),
                 1 => rule.in_turn = !rule.in_turn,
                 2 => rule.patience = random.tenths(13),
-                3 => rule.lag = random.below(2 * problem.ranks() + 1),
+                3 => rule.eager = random.tenths(11),
+                4 => rule.lag = random.below(2 * problem.ranks() + 1),
                 _ => rule.kept = random.tenths(10),
             }
         }

@@ -23,6 +23,9 @@ pub(super) struct Rule {
     pub(super) in_turn: bool,
     /// Weights' gradients are begun if nothing is known to arrive within this share of the time that they take.
     pub(super) patience: f64,
+    /// A forward that would delay a gradient that is known to arrive is begun only if that is not there for this share of the
+    /// time that the forward takes.
+    pub(super) eager: f64,
     /// How many weights' gradients are postponed at most.
     pub(super) lag: usize,
     /// The share of the memory that is kept from a rank's first stage, for its other stages.
@@ -85,6 +88,8 @@ struct Open {
     postponed: usize,
     /// When the next input or gradient arrives that is on its way.
     soonest: f64,
+    /// When the next gradient does.
+    next_gradient: f64,
     /// Whether something could be done, were there memory.
     short_of_memory: bool,
 }
@@ -190,6 +195,20 @@ impl Greedy<'_> {
             return Some(Choice::Do(Kind::WeightGrad, stage));
         }
         let forward_first = rule.in_turn && !self.ranks.get(index)?.was_forward;
+        // Without orders a gradient may be worth waiting for.
+        let may_wait = rule.eager > 0.0 && self.orders.is_none() && open.next_gradient.is_finite();
+        if let (Some(stage), None, true) = (open.forward, open.backward, may_wait) {
+            let takes = self.problem.stages.get(stage)?.time[0];
+            let until = open.next_gradient - now;
+            if until < takes && until < rule.eager * takes {
+                return Some(match open.weights {
+                    Some((stage, _)) if until >= rule.patience * self.problem.stages.get(stage)?.time[2] => {
+                        Choice::Do(Kind::WeightGrad, stage)
+                    }
+                    _ => Choice::WaitUntil(open.next_gradient),
+                });
+            }
+        }
         let choice = match (open.forward, open.backward) {
             (Some(stage), None) => Choice::Do(Kind::Forward, stage),
             (Some(stage), Some(_)) if forward_first => Choice::Do(Kind::Forward, stage),
@@ -220,7 +239,7 @@ impl Greedy<'_> {
             Some(orders) => Some(orders.get(index)?.get(rank.position).copied()),
         };
         let held = problem.stages_of(index);
-        let mut open = Open { soonest: f64::INFINITY, ..Open::default() };
+        let mut open = Open { soonest: f64::INFINITY, next_gradient: f64::INFINITY, ..Open::default() };
         // Memory that the rank's later stages need for a micro-batch.
         let mut behind = 0.0;
         for &stage in held.iter().rev() {
@@ -258,6 +277,7 @@ impl Greedy<'_> {
                     open.short_of_memory = true;
                 } else if there > now {
                     open.soonest = open.soonest.min(there);
+                    open.next_gradient = open.next_gradient.min(there);
                 } else if open.backward.is_none_or(|(_, other)| i < other) {
                     open.backward = Some((stage, i));
                 }

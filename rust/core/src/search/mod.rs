@@ -114,7 +114,8 @@ fn by_rules(
     }
     let mut tried = Vec::new();
     for rules in portfolio(problem, is_large) {
-        if best.found.is_some() && !watch.keep_on(best.cost()) {
+        let is_best = best.cost() <= watch.progress().lower_bound * (1.0 + ROUNDING / 2.0);
+        if best.found.is_some() && (is_best || !watch.keep_on(best.cost())) {
             break;
         }
         if let Some(outcome) = greedy(problem, &rules, None, f64::INFINITY) {

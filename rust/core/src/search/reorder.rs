@@ -26,7 +26,14 @@ pub(super) fn reorder(
         ordered.collect()
     };
     let mut orders: Vec<_> = (0..problem.ranks()).map(order).collect();
-    let rule = |patience| Rule { ahead: usize::MAX, in_turn: false, patience, lag: usize::MAX, kept: 0.0 };
+    let rule = |patience| Rule {
+        ahead: usize::MAX,
+        in_turn: false,
+        patience,
+        eager: 0.0,
+        lag: usize::MAX,
+        kept: 0.0,
+    };
     let mut rules = vec![rule(1.0); problem.ranks()];
     let mut best = None;
     let mut start = f64::INFINITY;
