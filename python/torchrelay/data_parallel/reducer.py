@@ -19,13 +19,14 @@ What the reducer keeps to:
 Which parameters were used, and which rank has met trouble, travels as extra elements of the last bucket.
 """
 
+import contextlib
 import sys
 import threading
 import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from torch.autograd import Variable
 from torchrelay._core import Readiness, agreed_order
 from torchrelay.data_parallel.averaging import Averager
 from torchrelay.data_parallel.comm_hook import CommHook
+from torchrelay.data_parallel.finalization import Unfinished
 from torchrelay.data_parallel.gradient_hooks import attach
 from torchrelay.data_parallel.overflow import Overflow
 from torchrelay.data_parallel.parameters import Inventory
@@ -74,6 +76,7 @@ class Reducer:
         enabled: Whether backwards that begin from now on are reduced.
         weight: How much this rank counts in those, if ranks differ in that; None on all ranks, or on none.
         joining: Whether ranks may run out of batches; each forward is announced by `expect` then.
+        manual: Whether backwards are finalized by the user.
         backwards: How many reduced backwards have been completed.
     """
 
@@ -100,6 +103,7 @@ class Reducer:
         self.enabled = True
         self.weight: float | None = None
         self.joining = False
+        self.manual = False
         self.backwards = 0
         self._hook = hook
         self._overflow = Overflow(dist.get_rank(group), dist.get_world_size(group))
@@ -117,6 +121,8 @@ class Reducer:
         self._bare: frozenset[int] = frozenset()
         self._muted = False
         self._unreduced = 0
+        self._finished = False
+        self._unfinished: Unfinished | None = None
         self._warned = False
         self._flying: dict[int, Work] = {}
         self._adrift: list[BucketStorage] = []
@@ -209,6 +215,11 @@ class Reducer:
             ReductionError: What an earlier, failed backward had sent could not be brought to an end.
         """
         with self._lock:
+            if self._unfinished is not None:
+                raise ReductionError(
+                    f"backward {self.backwards} waits to be finalized, and the next one has begun: call "
+                    "finalize_backward after each backward that is reduced"
+                )
             if self._readiness.active:
                 return
             self._settle()
@@ -222,6 +233,7 @@ class Reducer:
             self._launched = 0
             self._bare = frozenset()
             self._muted = False
+            self._finished = False
             self._share = self._part() if self._reducing else None
             if self._replan is not None:
                 self._began = time.perf_counter()
@@ -345,33 +357,88 @@ class Reducer:
     def _end(self) -> None:
         """The outermost backward is over, without error so far."""
         with self._lock, torch.no_grad():
-            try:
-                took = time.perf_counter() - self._began
-                if self._reducing:
-                    self._reduce_rest()
-                    self._unreduced = 0
-                else:
+            took = time.perf_counter() - self._began
+            with self._mending():
+                if not self._reducing:
                     self._add_up(range(len(self._names)))
                     self._unreduced += 1
-            except BaseException:
-                self._readiness.abandon()
-                if self._replicas is not None:
-                    self._replicas.drop()
-                if self._hook is not None and not self._muted:
-                    if self._hook.failures.left_waiting:
-                        self._mute(self._hook, self.plan.buckets[-1])
-                    elif self._launched < len(self._storage):
-                        self._send_rest()
-                for storage in self._storage:
-                    storage.forget()
-                self._adrift = [storage for storage in self._storage if storage.pending]
-                raise
-            finally:
-                self._flying.clear()
-            arrival = self._arrival() if self._reducing and self._replan is not None else []
-            self._readiness.finish()
-            if self._reducing and self._replan is not None:
-                self._rearrange(arrival, took)
+                elif self._finished:
+                    self._raise_late(self._late())
+                else:
+                    self._launch_rest()
+                    if self.manual:
+                        self._unfinished = Unfinished(took, self._names, self._parameters)
+                        return
+                    self._finish()
+            self._close(took)
+
+    @contextlib.contextmanager
+    def _mending(self) -> Iterator[None]:
+        """What fails in it leaves nothing of this backward behind."""
+        try:
+            yield
+        except BaseException:
+            self._readiness.abandon()
+            if self._replicas is not None:
+                self._replicas.drop()
+            if self._hook is not None and not self._muted:
+                if self._hook.failures.left_waiting:
+                    self._mute(self._hook, self.plan.buckets[-1])
+                elif self._launched < len(self._storage):
+                    self._send_rest()
+            for storage in self._storage:
+                storage.forget()
+            self._adrift = [storage for storage in self._storage if storage.pending]
+            raise
+        finally:
+            self._flying.clear()
+
+    def _close(self, took: float) -> None:
+        arrival = self._arrival() if self._reducing and self._replan is not None else []
+        self._readiness.finish()
+        if self._reducing and self._replan is not None:
+            self._rearrange(arrival, took)
+
+    # --- backwards that the user finalizes
+
+    @property
+    def awaits(self) -> bool:
+        """Whether a backward is over that has to be finalized."""
+        return self._unfinished is not None
+
+    @property
+    def only_after_backward(self) -> bool:
+        """Whether the next backward can be finalized when it is over, and not before: its buckets go at its end."""
+        return self._replan is not None or self._readiness.deferred
+
+    def finalize(self) -> None:
+        """Waits for what the last backward has sent, or this one if it has sent everything, and writes the means back.
+
+        Raises:
+            RuntimeError: There is nothing to finalize, or not yet.
+            ReductionError: The gradients could not be averaged, or parameters have changed meanwhile.
+        """
+        with self._lock, torch.no_grad():
+            unfinished, self._unfinished = self._unfinished, None
+            if unfinished is not None:
+                with self._mending():
+                    unfinished.check_unchanged()
+                    self._finish()
+                self._close(unfinished.took)
+                return
+            if not self._readiness.active or self._finished:
+                raise RuntimeError("there is no backward to finalize: each that is reduced is finalized once")
+            if not self._reducing:
+                raise RuntimeError("there is nothing to finalize in a backward in no_sync")
+            if self._launched < len(self._storage):
+                raise RuntimeError(
+                    f"{len(self._storage) - self._launched} of {len(self._storage)} buckets are not ready yet; call "
+                    "finalize_backward when the backward is over (should_finalize_after_backward says whether it must)"
+                )
+            self._muted = True  # what fails here fails the backward, but everything has been sent
+            with self._mending():
+                self._finish()
+            self._muted, self._finished = False, True
 
     def _rearrange(self, arrival: list[int], took: float) -> None:
         """Plans anew, after the first reduced backward, for the order in which gradients have arrived.
@@ -399,12 +466,15 @@ class Reducer:
                 for storage in self._storage:
                     storage.take_over(moved)
 
-    def _reduce_rest(self) -> None:
+    def _launch_rest(self) -> None:
         unused_here = self._unused()
         while self._launched < len(self._storage):
             if self._hook is not None:
                 self._drain(self._hook)
             self._launch_next(unused_here)
+
+    def _finish(self) -> None:
+        """Everything has been launched: waits for it, and makes the means the gradients."""
         if self._hook is not None:
             self._finish_hooks(self._hook)
         for storage in self._storage:
@@ -412,8 +482,9 @@ class Reducer:
         self._raise_trouble(self._late())
         if self._hook is not None:
             self._overflow.look(self._finite, self._storage, self._hook.name, self.backwards)
-        self._write_back(self._bare.union(unused_here))
+        self._write_back(self._bare.union(self._unused()))
         self.backwards += 1
+        self._unreduced = 0
 
     def _write_back(self, unused: frozenset[int]) -> None:
         untouched: frozenset[int] = frozenset()
@@ -465,7 +536,7 @@ class Reducer:
         self._status.zero_()
         self._status[self._rank] = _FAILED if self._late() else 1 + min(self._unreduced, _MOST_UNREDUCED)
 
-    def _raise_trouble(self, late: list[int]) -> None:
+    def _raise_late(self, late: list[int]) -> None:
         if late:
             names = ", ".join(self._names[index] for index in late)
             raise ReductionError(
@@ -473,6 +544,9 @@ class Reducer:
                 "ranks (a layer used both inside and outside of re-entrant checkpoints does that). The gradients are "
                 "incomplete: set them to None and run the backward again; from now on they are sent at its end"
             )
+
+    def _raise_trouble(self, late: list[int]) -> None:
+        self._raise_late(late)
         # Reading makes the host wait for an accelerator, so there the ranks in trouble alone raise; but not before all
         # ranks agree on a plan, since they do so only if none is in trouble.
         if self._status.device.type != "cpu" and self._replan is None:

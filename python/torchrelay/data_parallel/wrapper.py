@@ -6,6 +6,7 @@ import datetime
 import functools
 import typing
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -19,6 +20,7 @@ from torchrelay.data_parallel.agreement import agree
 from torchrelay.data_parallel.broadcast import BufferSync, broadcast_from
 from torchrelay.data_parallel.collections_paused import collections_paused
 from torchrelay.data_parallel.comm_hook import CommHook
+from torchrelay.data_parallel.finalization import guard_steps
 from torchrelay.data_parallel.link import measure_link
 from torchrelay.data_parallel.logging_data import logging_data
 from torchrelay.data_parallel.options import checked_auto, chosen_devices, forward_sync, output_place, refuse_missing
@@ -156,6 +158,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.module = module
         self._enabled = True
         self._weight: float | None = None
+        self._manual = False
+        self._guard: weakref.finalize[[], DistributedDataParallel] | None = None
         self._comm_hook: CommHook | None = None
         self._divide_by_initial_world_size = True
         self._given_plan = plan
@@ -248,6 +252,62 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._reducer is not None:
             self._reducer.enabled = self._enabled
             self._reducer.weight = self._weight
+            self._reducer.manual = self._manual
+            self._guard_steps()
+
+    def _guard_steps(self) -> None:
+        """While backwards are finalized by hand, optimizers of torch's are watched."""
+        if self._manual == (self._guard is not None):
+            return
+        if self._guard is not None:
+            self._guard()
+            self._guard = None
+        else:
+            self._guard = weakref.finalize(self, guard_steps(self._waiting))
+
+    def _waiting(self) -> Sequence[nn.Parameter]:
+        """The parameters whose gradients have to be finalized."""
+        return self._inventory.tensors if self._reducer is not None and self._reducer.awaits else ()
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether `finalize_backward` is called after each reduced backward, which then neither waits nor writes back.
+
+        Set it before a forward, or after a backward was finalized. Until then gradients are not the means: a step of an
+        optimizer of torch's is an error, as are the next training forward and the next backward.
+        """
+        return self._manual
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if self._reducer is not None and self._reducer.awaits:
+            raise RuntimeError("a backward waits to be finalized: call finalize_backward first")
+        self._manual = bool(required)
+        self._tell_reducer()
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether the next backward can be finalized only when it is over.
+
+        Otherwise also from a hook within it, once the last gradient has arrived. False if finalization is not manual.
+        """
+        return self._manual and (self._reducer is None or self._reducer.only_after_backward)
+
+    def finalize_backward(self) -> None:
+        """Waits for the reduction of a backward and makes the means the gradients, if that is the user's to do.
+
+        Raises:
+            RuntimeError: `require_manual_backward_finalization` is False; or no backward is to be finalized, or not
+                yet, since not all of its buckets are ready.
+            ReductionError: The gradients could not be averaged; or a parameter changed since the backward.
+        """
+        if not self._manual:
+            raise RuntimeError(
+                "backwards are finalized by themselves unless require_manual_backward_finalization is set to True"
+            )
+        if self._reducer is None:
+            raise RuntimeError("there is no gradient to finalize: the module has no trainable parameters")
+        self._reducer.finalize()
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -475,6 +535,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _prepare(self) -> None:
         """What a training forward needs beforehand."""
+        if self._waiting():
+            raise ReductionError(
+                f"backward {self._backwards} waits to be finalized: call finalize_backward before the next training "
+                "forward"
+            )
         if self._inventory.outdated():
             self._connect_anew()
         if self._sends_buffers():
@@ -568,12 +633,13 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __getstate__(self) -> dict[str, typing.Any]:
         gone = {"_reducer", "_inventory", "_sync_buffers", "process_group", "device_mesh", "_comm_hook", "_watch"}
-        gone.add("_replicas")
+        gone |= {"_replicas", "_guard"}
         return {name: value for name, value in self.__dict__.items() if name not in gone}
 
     def __setstate__(self, state: dict[str, typing.Any], group: dist.ProcessGroup | None = None) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         Joinable.__init__(self)
+        self._guard = None
         self._comm_hook = None  # its state may hold a process group, which cannot be saved
         self.device_mesh = None
         self.process_group = _group(group, None)

@@ -1,0 +1,64 @@
+"""Backwards that the user finalizes: between the end of such a backward and `finalize_backward` gradients are not the
+means yet, and whoever uses them would train each rank by itself.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torchrelay.errors import ReductionError
+
+__all__ = ["Unfinished", "guard_steps"]
+
+_NAMES_SHOWN = 4
+
+
+class Unfinished:
+    """A backward that waits to be finalized.
+
+    Args:
+        took: The seconds that it took.
+        names: Of the parameters.
+        parameters: In the same order.
+    """
+
+    def __init__(self, took: float, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+        self.took = took
+        self._names = names
+        self._parameters = parameters
+        self._versions = [parameter._version for parameter in parameters]
+
+    def check_unchanged(self) -> None:
+        """Whether the parameters are those that the gradients are of.
+
+        Raises:
+            ReductionError: They were written to.
+        """
+        now = (parameter._version for parameter in self._parameters)
+        changed = [name for name, then, one in zip(self._names, self._versions, now, strict=True) if then != one]
+        if changed:
+            raise ReductionError(
+                f"{', '.join(changed[:_NAMES_SHOWN])}{', ...' * (len(changed) > _NAMES_SHOWN)} changed between the "
+                "backward and finalize_backward, with gradients that were this rank's alone: call finalize_backward "
+                "before the optimizer's step. The ranks' parameters differ now; load a checkpoint"
+            )
+
+
+def guard_steps(waiting: Callable[[], Sequence[torch.Tensor]]) -> Callable[[], None]:
+    """Lets no optimizer of torch's take a step with any of `waiting()`; returns what ends that.
+
+    The owner of that method is not kept alive.
+    """
+    asked = weakref.WeakMethod(waiting)
+
+    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        ask = asked()
+        held = {id(parameter) for parameter in ask()} if ask is not None else set()
+        if held and any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"]):
+            raise ReductionError(
+                "an optimizer was to take a step with gradients that are not averaged yet: call finalize_backward first"
+            )
+
+    return register_optimizer_step_pre_hook(before).remove
