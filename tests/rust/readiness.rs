@@ -164,6 +164,23 @@ fn a_second_gradient_after_the_release_is_late_and_teaches() {
 }
 
 #[test]
+fn everything_is_released_early_on_demand_once_all_is_marked() {
+    let mut tracker = seasoned();
+    for p in [0, 2, 3] {
+        tracker.mark(p);
+    }
+    assert!(!tracker.release()); // 2
+    tracker.mark(1);
+    assert!(tracker.release());
+    tracker.mark(1);
+    assert_eq!(tracker.late(), [1]); // 4
+    tracker.finish();
+    tracker.start(false);
+    (0..4).for_each(|p| assert_eq!(tracker.mark(p), None));
+    assert!(!tracker.release()); // 3
+}
+
+#[test]
 fn use_is_carried_from_backwards_that_do_not_reduce() {
     let mut tracker = seasoned();
     tracker.finish();

@@ -430,13 +430,14 @@ class Reducer:
                 raise RuntimeError("there is no backward to finalize: each that is reduced is finalized once")
             if not self._reducing:
                 raise RuntimeError("there is nothing to finalize in a backward in no_sync")
-            if self._launched < len(self._storage):
+            if self.only_after_backward or not self._readiness.release():
                 raise RuntimeError(
                     f"{len(self._storage) - self._launched} of {len(self._storage)} buckets are not ready yet; call "
                     "finalize_backward when the backward is over (should_finalize_after_backward says whether it must)"
                 )
-            self._muted = True  # what fails here fails the backward, but everything has been sent
             with self._mending():
+                self._launch_rest()
+                self._muted = True  # what fails from here on fails the backward, but everything has been sent
                 self._finish()
             self._muted, self._finished = False, True
 

@@ -78,6 +78,11 @@ impl Readiness {
         self.0.mark(py, index)
     }
 
+    /// Releases every bucket before the end, if all parameters have been marked; whether that is so.
+    fn release(&self) -> bool {
+        self.0.lock().release()
+    }
+
     /// Closes the backward.
     fn finish(&self) {
         self.0.lock().finish();

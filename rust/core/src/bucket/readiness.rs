@@ -6,7 +6,7 @@
 //! 1. Buckets are released in plan order, and each once in a backward.
 //! 2. Before the end of a backward a bucket is released only if every parameter of it and of all buckets before it has
 //!    been marked in this backward. The last bucket is released at the end: what is known only then (which parameters
-//!    went without a gradient) travels with it.
+//!    went without a gradient) travels with it. Who wants it earlier may ask, once every parameter has been marked.
 //! 3. Finishing a reducing backward releases every bucket that is left; a counting one (no reduction was asked for)
 //!    releases none.
 //! 4. A parameter marked again after its bucket was released is late: what was sent lacks a gradient. Every late
@@ -135,6 +135,15 @@ impl Readiness {
             self.released += 1;
         }
         (self.released > before).then_some(self.released)
+    }
+
+    /// Releases every bucket before the end, if all parameters have been marked (2). Returns whether that is so.
+    pub fn release(&mut self) -> bool {
+        let complete = self.phase == Phase::Reducing && self.left.iter().all(|&left| left == 0);
+        if complete {
+            self.released = self.left.len();
+        }
+        complete
     }
 
     /// Parameters without a gradient in this window, as far as it has gone (5); ascending.
