@@ -186,18 +186,7 @@ class PartitionTasks:
 
     def _plainly(self, i: int, leaf: Tensor, plain: PlainCut) -> tuple[Any, _Graph]:
         cut, given = plain.cut(leaf)
-        if self._first:
-            self._note_given(i, (given,))
-        try:
-            output = self._module(given)
-        except RuntimeError as error:
-            if cut is not None and is_write_on_leaf(error):
-                raise RuntimeError(
-                    f"a layer wrote on the partition's input (or another leaf of the graph), or detached it, in place "
-                    f"for micro-batch {i}, but none did for the first: let it do so for every micro-batch, or use "
-                    f"inplace=False"
-                ) from error
-            raise
+        output = self._called_plainly(i, cut, given)
         if type(output) is Tensor:
             graph = _Graph((cut,), (root(output) if output.requires_grad else None,))
         else:
@@ -207,6 +196,20 @@ class PartitionTasks:
             output = unflatten(outputs, spec)
         plain.let_go(cut, given)
         return output, graph
+
+    def _called_plainly(self, i: int, cut: Tensor | None, given: Tensor) -> Any:
+        if self._first:
+            self._note_given(i, (given,))
+        try:
+            return self._module(given)
+        except RuntimeError as error:
+            if cut is not None and is_write_on_leaf(error):
+                raise RuntimeError(
+                    f"a layer wrote on the partition's input (or another leaf of the graph), or detached it, in place "
+                    f"for micro-batch {i}, but none did for the first: let it do so for every micro-batch, or use "
+                    f"inplace=False"
+                ) from error
+            raise
 
     def _find_plain_cut(self, first: Input, spec: Spec) -> None:
         if self._skips is None:
@@ -227,6 +230,8 @@ class PartitionTasks:
         if i == 0:
             self.parameters = trainable(self._module)
             self._buffers = self._watch.step()
+        elif self._plain_cut is not None and self._plain_cut.takes(value):
+            return self._checkpoint_plainly(i, value, self._plain_cut)
         leaves, spec = self._arrived(i, value)
         spare = _each(_clone, leaves) if i == 0 or self._writes_on_input else None
         self._buffers.before_forward(i)
@@ -238,11 +243,9 @@ class PartitionTasks:
         if i == 0:
             self._note_unknown_leaves(given.ends(), outputs)
             self._writes_on_input = given.is_written()
+            self._find_plain_cut(given, spec)
         elif given.is_written() and spare is None:
-            raise RuntimeError(
-                f"the layers wrote on their input in place for micro-batch {i}, but not for the first, so that it "
-                f"is lost for the recomputation: let them do so for every micro-batch, or use inplace=False"
-            )
+            raise _lost_input(i)
         required = [wants_grad(leaf) for leaf in outputs]
         if self._writes_on_input:
             assert spare is not None
@@ -254,6 +257,27 @@ class PartitionTasks:
         outputs = _each(_detached, outputs)
         given.connect(outputs)
         return self._handed_on(i, outputs, output_spec)
+
+    def _checkpoint_plainly(self, i: int, leaf: Tensor, plain: PlainCut) -> Any:
+        cut, given = plain.cut(leaf)
+        known = version(given)
+        self._buffers.before_forward(i)
+        output = checkpointed(lambda: self._called_plainly(i, cut, given))
+        self._buffers.after_forward(i)
+        if version(given) != known:
+            raise _lost_input(i)
+        # Without the graph, as below. What is detached counts its writes together with what it was.
+        if type(output) is Tensor:
+            required = [output.requires_grad]
+            output = _detached(output)
+        else:
+            outputs, spec = flatten(output)
+            required = [wants_grad(leaf) for leaf in outputs]
+            outputs = _each(_detached, outputs)
+            connect_outputs(outputs)
+            output = unflatten(outputs, spec)
+        self._kept[i] = _Kept((leaf if cut is None else cut,), TENSOR, (given,), (known,), required)
+        return output
 
     def recompute(self, i: int, *, keep: bool) -> None:
         """The forward of micro-batch `i` again, with a graph; `keep` what another recomputation needs."""
@@ -277,6 +301,13 @@ class PartitionTasks:
         if i > 0 and spec is TENSOR and self._plain_cut is not None and self._plain_cut.takes(leaves[0]):
             return self._plainly(i, leaves[0], self._plain_cut)[1]
         return self._with_graph(i, leaves, spec)[2]
+
+
+def _lost_input(i: int) -> RuntimeError:
+    return RuntimeError(
+        f"the layers wrote on their input in place for micro-batch {i}, but not for the first, so that it is lost for "
+        f"the recomputation: let them do so for every micro-batch, or use inplace=False"
+    )
 
 
 def _each(function: Callable[[Any], Any], leaves: Sequence[Any]) -> list[Any]:
