@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from torchrelay.data_parallel.launching import begin
 from torchrelay.data_parallel.waiting import Place, Watch, Work
 from torchrelay.errors import ReductionError
 
@@ -32,7 +33,7 @@ class Averager:
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def _reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Work:
-        work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+        work = begin(dist.all_reduce, tensor, op=op, group=self.group, async_op=True)
         assert work is not None  # every caller is a member of the group
         return work
 

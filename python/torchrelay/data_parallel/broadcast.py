@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _NormBase
 
+from torchrelay.data_parallel.launching import begin
 from torchrelay.data_parallel.layout import unflattened
 from torchrelay.data_parallel.parameters import BufferSlot
 from torchrelay.data_parallel.waiting import Place, Watch
@@ -25,7 +26,7 @@ def broadcast_from(source: int, tensors: Iterable[torch.Tensor], group: dist.Pro
         message, views = _pack(batch)
         if dist.get_rank(group) == source:
             _copy_all(views, batch)
-        dist.broadcast(message, group=group, group_src=source)
+        begin(dist.broadcast, message, group=group, group_src=source)
         if dist.get_rank(group) != source:
             _copy_all(batch, views)
 
@@ -68,7 +69,7 @@ class BufferSync:
     def _send(self, message: torch.Tensor, source: int, backward: int) -> None:
         place = Place(backward, -1, f"the buffers for the forward after backward {backward - 1}")
         try:
-            work = dist.broadcast(message, group=self._group, group_src=source, async_op=True)
+            work = begin(dist.broadcast, message, group=self._group, group_src=source, async_op=True)
             assert work is not None  # every caller is a member of the group
             self._watch.wait(work, message.device, place)
         except RuntimeError as error:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from torchrelay.data_parallel.hook_failures import HookFailures
+from torchrelay.data_parallel.launching import without_context
 from torchrelay.data_parallel.layout import views_of
 from torchrelay.data_parallel.waiting import Watch
 from torchrelay.errors import CommHookError
@@ -96,7 +97,7 @@ class CommHook:
             BaseException: What the hook raised.
         """
         self._last = None
-        future = self.hook(self.state, bucket)
+        future = without_context(self.hook, self.state, bucket)
         if not isinstance(future, torch._C.Future):
             raise CommHookError(
                 f"the communication hook {self.name} returned {_described(future)} for bucket {bucket.index()}, but "

@@ -37,6 +37,7 @@ from torchrelay.data_parallel.averaging import Averager
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.finalization import Unfinished
 from torchrelay.data_parallel.gradient_hooks import attach
+from torchrelay.data_parallel.launching import begin
 from torchrelay.data_parallel.overflow import Overflow
 from torchrelay.data_parallel.parameters import Inventory
 from torchrelay.data_parallel.replicas import Replicas
@@ -454,7 +455,7 @@ class Reducer:
         latest[-1] = int(took * 1e9)  # nothing was sent meanwhile: the first backward sends at its end
         with torch.no_grad():
             agreed = latest.to(self._used.device)
-            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._average.group)
+            begin(dist.all_reduce, agreed, op=dist.ReduceOp.MAX, group=self._average.group)
             *positions, nanoseconds = agreed.tolist()
             before, self.plan = self.plan, replan(agreed_order(positions), nanoseconds * 1e-9)
             if self._hook is None and all(map(_same_members, self.plan.buckets, before.buckets)):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from torchrelay.data_parallel.launching import begin
 from torchrelay.data_parallel.waiting import Work
 
 __all__ = ["Part", "Scale", "Share", "checked_weight"]
@@ -50,7 +51,7 @@ class Share:
         # In 64 bits numbers of tokens are exact; not every accelerator has them.
         dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
         self._total = torch.full((), weight, dtype=dtype, device=device)
-        self._work: Work | None = dist.all_reduce(self._total, group=group, async_op=True)
+        self._work: Work | None = begin(dist.all_reduce, self._total, group=group, async_op=True)
         self._factor: torch.Tensor | None = None
 
     def apply(self, gradient: torch.Tensor) -> None:
