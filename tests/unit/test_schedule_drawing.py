@@ -116,6 +116,14 @@ def test_without_memory_no_curve_is_drawn() -> None:
     assert "peak 0" not in picture.replace("peak memory 0", "")
 
 
+@pytest.mark.parametrize("scale", [1e-320, 1e-300, 1e-9, 1, 12_345_678.5, 1e300])
+def test_any_scale_can_be_drawn(scale: float) -> None:
+    picture = schedules.make("zb_h1", ranks=2, microbatches=3).to_svg(Costs(scale, scale, scale))
+    labels = re.findall(r'font-size="10"[^>]*>([^<]+)</text>', picture)
+    assert 2 <= len(set(labels)) == len(labels) <= 20
+    assert labels[0] == "0"
+
+
 def test_names_are_escaped() -> None:
     schedule = Schedule.from_csv("0F0,0B0", name='</script><b> & "')
     ElementTree.fromstring(schedule.to_svg())
@@ -184,6 +192,14 @@ def test_a_trace_has_every_action_what_is_handed_over_and_what_is_held() -> None
     # Between the six stages of three ranks in a V there are four borders of ranks, crossed there and back.
     arrows = Counter(event["ph"] for event in events if event["ph"] in "sf")
     assert arrows == {"s": 2 * 4 * 4, "f": 2 * 4 * 4}
+
+
+def test_a_trace_is_in_microseconds() -> None:
+    schedule, costs = schedules.make("gpipe", ranks=1, microbatches=1), Costs(0.002, 0.001, 0.001)
+    events = json.loads(schedule.to_perfetto(costs, unit=1))["traceEvents"]
+    assert [(event["ts"], event["dur"]) for event in events if event["ph"] == "X"] == [(0, 2000), (2000, 2000)]
+    with pytest.raises(PlanError, match="the unit of the costs must be more than 0 seconds, but is 0"):
+        schedule.to_perfetto(unit=0)
 
 
 def pixels(png: bytes) -> tuple[int, int]:
@@ -266,6 +282,15 @@ def test_what_cannot_be_drawn() -> None:
     for draw in (BROKEN.to_svg, BROKEN.to_html, BROKEN.to_perfetto):
         with pytest.raises(ScheduleError, match=r"0F0 is missing"):
             draw()
+    for draw in (schedule.to_svg, schedule.to_html, schedule.to_perfetto):
+        with pytest.raises(PlanError, match="the costs are too large"):
+            draw(Costs(1e308, 1e308, 1e308))
+    large = schedules.make("gpipe", ranks=1, microbatches=500_001)
+    with pytest.raises(PlanError, match="1000002 actions cannot be drawn, at most 1000000"):
+        large.to_svg()
+    assert large.draw(80).startswith("rank 0 |FFFF")
+    with pytest.raises(PlanError, match="the width is -1, but must not be negative"):
+        schedule.draw(-1)
     with pytest.raises(PlanError, match="1 stage"):
         schedule.to_svg(Costs([1, 2]))
     with pytest.raises(

@@ -259,15 +259,16 @@ impl Schedule {
     #[pyo3(signature = (width=None, *, costs=None, colour=None))]
     fn draw<'py>(
         slf: &Bound<'py, Self>,
-        width: Option<usize>,
+        width: Option<&Bound<'py, PyAny>>,
         costs: Option<&Bound<'py, Costs>>,
         colour: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let width = width.map(|width| count("the width", width)).transpose()?;
         picture(slf.py(), "terminal", "draw", (slf, width, costs, colour))
     }
 
     /// The schedule in time as the text of an SVG picture, `width` pixels wide: a row for each rank, and below it what the
-    /// rank holds. Bars say on hover what they are.
+    /// rank holds. Bars say on hover what they are, if there are at most 8,000.
     ///
     /// Raises `ScheduleError` if the schedule cannot be carried out, `PlanError` for costs that do not fit or a width below
     /// 200.
@@ -275,7 +276,7 @@ impl Schedule {
     fn to_svg<'py>(
         slf: &Bound<'py, Self>,
         costs: Option<&Bound<'py, Costs>>,
-        width: usize,
+        width: i64,
     ) -> PyResult<Bound<'py, PyAny>> {
         picture(slf.py(), "svg", "svg", (slf, costs, width))
     }
@@ -300,21 +301,22 @@ impl Schedule {
     fn to_png<'py>(
         slf: &Bound<'py, Self>,
         costs: Option<&Bound<'py, Costs>>,
-        width: usize,
+        width: i64,
     ) -> PyResult<Bound<'py, PyAny>> {
         picture(slf.py(), "png", "png", (slf, costs, width))
     }
 
-    /// The schedule in time as JSON for <https://ui.perfetto.dev> or `chrome://tracing`, a unit of the costs as a
-    /// microsecond.
+    /// The schedule in time as JSON for <https://ui.perfetto.dev> or `chrome://tracing`. `unit` is that of the costs, in
+    /// seconds.
     ///
     /// Raises `ScheduleError` if the schedule cannot be carried out, `PlanError` for costs that do not fit.
-    #[pyo3(signature = (costs=None))]
+    #[pyo3(signature = (costs=None, *, unit=1e-6))]
     fn to_perfetto<'py>(
         slf: &Bound<'py, Self>,
         costs: Option<&Bound<'py, Costs>>,
+        unit: f64,
     ) -> PyResult<Bound<'py, PyAny>> {
-        picture(slf.py(), "perfetto", "events", (slf, costs))
+        picture(slf.py(), "perfetto", "events", (slf, costs, unit))
     }
 
     /// Writes `path` as its name ends and returns it: `.csv` and `.json` the schedule, `.svg`, `.html` and `.png` a picture,

@@ -12,6 +12,7 @@ from torchrelay.cli.schedule.files import costs_of, limit_of, schedule_of, user_
 from torchrelay.cli.schedule.output import Output, heading
 from torchrelay.cli.schedule.progress import progress_shown
 from torchrelay.errors import ScheduleError
+from torchrelay.planning.pictures.scene import number
 
 __all__ = ["schedule_app", "simulate"]
 
@@ -127,10 +128,10 @@ def simulate(file: str, costs: _CostsFile = None) -> None:
     with user_errors():
         simulation = read.simulate(costs_of(costs))
     print(heading(read))
-    print(f"makespan {simulation.makespan:g}, bubble {simulation.bubble_rate:.1%}")
+    print(f"makespan {number(simulation.makespan)}, bubble {simulation.bubble_rate:.1%}")
     print(f"{'rank':>4}{'busy':>12}{'idle':>12}{'peak memory':>13}")
     for rank, (idle, peak) in enumerate(zip(simulation.bubble, simulation.peak_memory, strict=True)):
-        print(f"{rank:>4}{simulation.makespan - idle:>12g}{idle:>12g}{peak:>13g}")
+        print(f"{rank:>4}{number(simulation.makespan - idle):>12}{number(idle):>12}{number(peak):>13}")
     path = [str(action) for _, action, _, _ in simulation.critical_path]
     shown = path if len(path) <= 12 else [*path[:6], "...", *path[-5:]]
     print(f"critical path, {len(path)} actions: {' '.join(shown)}")

@@ -4,6 +4,7 @@ import math
 
 from torchrelay import schedules
 from torchrelay.errors import PlanError
+from torchrelay.planning.pictures.scene import number
 from torchrelay.schedules import Costs, Schedule
 
 __all__ = ["lines"]
@@ -63,8 +64,10 @@ def _row(
     limits = limit if isinstance(limit, list) else [float("inf") if limit is None else limit] * ranks
     # Sums of shares are not exact.
     over = [rank for rank in range(ranks) if peaks[rank] > limits[rank] + 1e-9 * abs(limits[rank])]
-    verdict = f"too much memory on rank {over[0]}: {peaks[over[0]]:g} of {limits[over[0]]:g}" if over else "ok"
-    return f"{simulation.bubble_rate:.1%}", f"{simulation.makespan:g}", f"{max(peaks):g}", verdict
+    verdict = (
+        f"too much memory on rank {over[0]}: {number(peaks[over[0]])} of {number(limits[over[0]])}" if over else "ok"
+    )
+    return f"{simulation.bubble_rate:.1%}", number(simulation.makespan), number(max(peaks)), verdict
 
 
 def _per_stage(costs: Costs) -> dict[str, float | list[float] | None]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torchrelay.cli.errors import UserError
 from torchrelay.cli.schedule.files import user_errors
+from torchrelay.planning.pictures.scene import number
 from torchrelay.schedules import Costs, Found, Schedule
 
 __all__ = ["Output", "heading"]
@@ -70,14 +71,15 @@ def _figures(schedule: Schedule, costs: Costs, costs_file: str | None) -> str:
     said = "with forward 1 and backward 2" if costs_file is None else f"with the costs of {costs_file}"
     lines = [
         heading(schedule),
-        f"{said}: makespan {simulation.makespan:g}, bubble {simulation.bubble_rate:.1%}, "
-        f"peak memory {max(simulation.peak_memory):g}",
+        f"{said}: makespan {number(simulation.makespan)}, bubble {simulation.bubble_rate:.1%}, "
+        f"peak memory {number(max(simulation.peak_memory))}",
     ]
     if isinstance(schedule, Found):
+        bound = number(schedule.lower_bound)
         lines.append(
-            f"proven to be the best that there is: none costs less than {schedule.cost:g}"
+            f"proven to be the best that there is: none costs less than {bound}"
             if schedule.proven
-            else f"at most {schedule.gap:.1%} above the best that there is (proven bound {schedule.lower_bound:g})"
+            else f"at most {schedule.gap:.1%} above the best that there is (proven bound {bound})"
         )
     return "\n".join(lines)
 

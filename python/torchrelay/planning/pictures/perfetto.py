@@ -2,30 +2,37 @@
 
 There is a thread per rank, an arrow for what is handed over, and a curve of what each rank holds.
 
-Source: the "Trace Event Format" document of the Chromium project. Its times are microseconds; a unit of the costs is
-written as one, so that costs in microseconds show as they are.
+Source: the "Trace Event Format" document of the Chromium project; its times are microseconds.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from torchrelay._core import Costs, Schedule
+from torchrelay.errors import PlanError
 from torchrelay.planning.pictures.kinds import NAMES
 from torchrelay.planning.pictures.scene import Bar, Scene, scene
 
 __all__ = ["events"]
 
 
-def events(schedule: Schedule, costs: Costs | None = None) -> str:
+def events(schedule: Schedule, costs: Costs | None = None, unit: float = 1e-6) -> str:
     """What `Schedule.to_perfetto` returns.
 
     Raises:
         ScheduleError: the schedule cannot be carried out.
-        PlanError: costs that do not fit it.
+        PlanError: costs that do not fit it, or a unit that is no time.
     """
+    if not 0 < unit < math.inf:
+        raise PlanError(f"the unit of the costs must be more than 0 seconds, but is {unit}")
     of = scene(schedule, costs)
     found = [*_names(of), *_tasks(of), *_hand_overs(of), *_memory(of)]
+    for event in found:
+        for time in ("ts", "dur"):
+            if time in event:
+                event[time] *= 1e6 * unit
     return json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 

@@ -1,12 +1,17 @@
 """What the pictures show of a schedule, before it has places and colours."""
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchrelay._core import Costs, Schedule, Simulation
+from torchrelay.errors import PlanError
 from torchrelay.planning.pictures.kinds import NAMES
 
 __all__ = ["Bar", "Scene", "number", "scene", "ticks"]
+
+_MOST = 1_000_000  # actions: beyond, neither Python nor a browser is through in reasonable time
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +89,19 @@ def scene(schedule: Schedule, costs: Costs | None) -> Scene:
 
     Raises:
         ScheduleError: the schedule cannot be carried out.
-        PlanError: costs that do not fit it.
+        PlanError: costs that do not fit it, or more actions than can be drawn.
     """
+    count = sum(len(schedule.actions(rank)) for rank in range(schedule.ranks))
+    if count > _MOST:
+        raise PlanError(f"{count} actions cannot be drawn, at most {_MOST}; draw() can")
     simulation = schedule.simulate(costs)
-    placement = schedule.placement
+    if not all(map(math.isfinite, (simulation.makespan, *simulation.peak_memory))):
+        raise PlanError("the costs are too large: their sum is no number any more")
+    on_rank: Counter[int] = Counter()
     turn_of: list[int] = []
-    for stage, rank in enumerate(placement):
-        turn_of.append(sum(1 for before in placement[:stage] if before == rank))
+    for rank in schedule.placement:
+        turn_of.append(on_rank[rank])
+        on_rank[rank] += 1
     ranks = range(schedule.ranks)
     caption = (
         f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} micro-batches; "
@@ -119,15 +130,13 @@ def _row(schedule: Schedule, simulation: Simulation, rank: int, turn_of: Sequenc
 
 
 def number(value: float) -> str:
-    """As short as it can be said to seven digits."""
-    return f"{value:.7g}"
+    """To seven digits, as short as can be; large ones in full."""
+    return f"{value:.0f}" if 1e7 <= abs(value) < 1e15 else f"{value:.7g}"
 
 
 def ticks(end: float, most: int) -> list[float]:
     """Round numbers from 0 to `end`, `most` at most, evenly apart."""
     apart = end / max(1, most - 1)
-    power = 10.0 ** len(str(int(apart))) / 10 if apart >= 1 else 1.0
-    while power > apart:
-        power /= 10
-    distance = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= apart * (1 - 1e-9))
+    power = 10.0 ** math.floor(math.log10(apart))
+    distance = next((power * factor for factor in (1, 2, 5, 10) if power * factor >= apart * (1 - 1e-9)), apart)
     return [distance * place for place in range(int(end / distance * (1 + 1e-9)) + 1)]

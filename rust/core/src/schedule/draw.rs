@@ -17,6 +17,8 @@ use crate::error::{Error, Result};
 const MAX_ROWS: usize = 32;
 /// The columns that a picture has at least, however narrow it should be.
 const MIN_COLUMNS: usize = 16;
+/// And at most, however wide it might be.
+const MAX_COLUMNS: usize = 100_000;
 const IDLE: char = '.';
 
 /// A picture whose parts are still apart, for those who give them colours.
@@ -133,7 +135,7 @@ impl Schedule {
     fn composed(&self, rows: &[Row], is_time: bool, width: usize, per_character: usize) -> TextPicture {
         let end = rows.iter().filter_map(|row| row.last()).fold(0.0, |latest, bar| bar.end.max(latest));
         let margin = format!("rank {} |", self.ranks() - 1).len();
-        let room = width.saturating_sub(margin).max(MIN_COLUMNS);
+        let room = width.saturating_sub(margin).clamp(MIN_COLUMNS, MAX_COLUMNS);
         let (top, bottom) = if rows.len() > MAX_ROWS {
             (MAX_ROWS / 2, rows.len() - MAX_ROWS / 2)
         } else {
