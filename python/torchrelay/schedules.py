@@ -10,6 +10,6 @@ A schedule is a plain value. Make one by name or from explicit actions, then ver
 """
 
 from torchrelay._core import Action, Costs, Found, Schedule, Simulation
-from torchrelay.planning.schedules import make, names, search
+from torchrelay.planning.schedules import make, make_rank, names, search
 
-__all__ = ["Action", "Costs", "Found", "Schedule", "Simulation", "make", "names", "search"]
+__all__ = ["Action", "Costs", "Found", "Schedule", "Simulation", "make", "make_rank", "names", "search"]

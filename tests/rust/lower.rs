@@ -177,3 +177,36 @@ fn what_the_schedule_says_itself_is_kept() {
     let broken = Schedule::from_csv("x", "0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0").unwrap();
     assert!(matches!(broken.lower(Lowering::default()), Err(Error::Deadlock { .. })));
 }
+
+#[test]
+fn gradients_side_by_side_become_a_whole_backward() {
+    let csv = "0F0,(0F1;0I0)OVERLAP_F_B,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W1,1W0\n";
+    let schedule = Schedule::from_csv("by hand", csv).unwrap();
+    let lowered = schedule.lower(Lowering { merge: true, ..Lowering::default() }).unwrap();
+    assert_eq!(lowered.verify(), Ok(()));
+    let computed = lowered.computations().unwrap().to_csv();
+    assert_eq!(computed, "0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1\n1F0,1I0,1F1,1B1,1W0\n");
+}
+
+proptest! {
+    #[test]
+    fn merged_schedules_are_valid_and_leave_nothing_to_merge(schedule in schedules()) {
+        let lowered = schedule.lower(Lowering { merge: true, ..Lowering::default() }).unwrap();
+        prop_assert_eq!(lowered.verify(), Ok(()));
+        let merged = lowered.computations().unwrap();
+        for rank in 0..schedule.ranks() {
+            // A whole backward, taken apart again, is what there was.
+            let apart = |schedule: &Schedule| -> Vec<Action> {
+                let part = |action: &Action, kind| Action::new(kind, action.stage(), action.microbatch()).unwrap();
+                let of = |action: &Action| match action.kind() {
+                    Kind::Backward => vec![part(action, Kind::InputGrad), part(action, Kind::WeightGrad)],
+                    _ => vec![*action],
+                };
+                actions(schedule, rank).iter().flat_map(of).collect()
+            };
+            prop_assert_eq!(apart(&merged), apart(&schedule));
+            let again = merged.lower(Lowering { merge: true, ..Lowering::default() }).unwrap();
+            prop_assert_eq!(&again, &lowered);
+        }
+    }
+}

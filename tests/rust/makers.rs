@@ -4,7 +4,7 @@
 #![allow(clippy::indexing_slicing, clippy::panic, clippy::unwrap_used)] // helpers of tests, which clippy does not know as such
 
 use proptest::prelude::*;
-use torchrelay_core::{Error, MAX_CELLS, MAX_STAGES, Maker, make_gpipe};
+use torchrelay_core::{Error, Gpipe, MAX_CELLS, MAX_STAGES, Maker, Recompute, make_gpipe, make_gpipe_rank};
 
 const INTERLEAVED: [Maker; 3] = [Maker::Interleaved1F1B, Maker::InterleavedZb, Maker::LoopedBfs];
 
@@ -134,5 +134,21 @@ fn the_files_draw_what_they_make() {
         let shown: Vec<_> = lines.iter().filter(|line| line.starts_with("rank ")).copied().collect();
         let rows: Vec<_> = drawn.lines().filter(|line| line.starts_with("rank ")).collect();
         assert_eq!(shown, rows, "{maker}");
+    }
+}
+
+#[test]
+fn a_rank_of_gpipe_makes_its_own_with_all_that_can_be_chosen() {
+    for (backward, ascending) in [(true, false), (true, true), (false, false)] {
+        for recompute in [Recompute::Never, Recompute::ExceptLast, Recompute::Always] {
+            let options = Gpipe { backward, ascending, recompute };
+            let schedule = make_gpipe(3, 4, options).unwrap();
+            for rank in 0..3 {
+                let alone = make_gpipe_rank(3, 4, options, rank).unwrap();
+                assert_eq!(alone, schedule.entries(rank).collect::<Vec<_>>());
+            }
+            let error = make_gpipe_rank(3, 4, options, 3).unwrap_err();
+            assert_eq!(error.to_string(), "there is no rank 3, only 3");
+        }
     }
 }

@@ -401,7 +401,9 @@ fn valid(random: &mut Random) -> Parts {
     let unsharded = [None, Some(2), Some(3)][random.below(3)];
     match random.below(3) {
         0 => Parts::of(&schedule),
-        kind => Parts::of(&schedule.lower(Lowering { waits: kind == 1, recompute, unsharded }).unwrap()),
+        kind => Parts::of(
+            &schedule.lower(Lowering { waits: kind == 1, recompute, unsharded, merge: false }).unwrap(),
+        ),
     }
 }
 
@@ -578,6 +580,7 @@ fn whatever_can_be_carried_out_can_be_lowered() {
             waits: random.coin(),
             recompute: [Recompute::Never, Recompute::Always][random.below(2)],
             unsharded: None,
+            merge: false,
         };
         match schedule.lower(options) {
             Ok(result) => {

@@ -1,5 +1,7 @@
 """The makers against those of the installed torch, action by action; rules and formulas are tested in the core."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -106,3 +108,47 @@ def test_the_stages_that_a_rank_has_can_be_said() -> None:
         schedules.make("1f1b", ranks=2, microbatches=4, stages_per_rank=2)
     with pytest.raises(TypeError, match="must be an int"):
         schedules.make("looped_bfs", ranks=2, microbatches=4, stages_per_rank="2")
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_a_rank_makes_its_own_list(name: str) -> None:
+    whole = schedules.make(name, ranks=3, microbatches=8)
+    lists = [schedules.make_rank(name, rank=rank, ranks=3, microbatches=8) for rank in range(3)]
+    assert Schedule(name, whole.placement, 8, lists) == whole
+    with pytest.raises(ValueError, match="there is no rank 3, only 3"):
+        schedules.make_rank(name, rank=3, ranks=3, microbatches=8)
+
+
+def test_a_rank_makes_its_own_list_of_what_can_be_chosen() -> None:
+    chosen: dict[str, Any] = {"backward": True, "ascending": True, "recompute": "always"}
+    whole = schedules.make("gpipe", ranks=2, microbatches=3, **chosen)
+    lists = [schedules.make_rank("gpipe", rank=rank, ranks=2, microbatches=3, **chosen) for rank in range(2)]
+    assert Schedule("gpipe", whole.placement, 3, lists) == whole
+    whole = schedules.make("interleaved_zb", ranks=2, microbatches=4, stages_per_rank=3)
+    alone = schedules.make_rank("interleaved_zb", rank=1, ranks=2, microbatches=4, stages_per_rank=3)
+    assert alone == whole.actions(1)
+
+
+OWN_LIST = """
+import resource
+import sys
+from torchrelay import schedules
+
+def peak():
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+before = peak()
+for name in sys.argv[1:]:
+    actions = schedules.make_rank(name, rank=1, ranks=1024, microbatches=4096)
+    assert len(actions) >= 4096
+print(peak() - before)
+"""
+
+
+def test_a_rank_s_own_list_takes_no_memory_for_others() -> None:
+    pytest.importorskip("resource")
+    local = [name for name in schedules.names() if name not in ("v_half", "v_min")]
+    run = subprocess.run([sys.executable, "-c", OWN_LIST, *local], capture_output=True, text=True, check=True)
+    # All lists have at least eight bytes for each of 2 * 1024 * 4096 actions; one's own, as Python's objects, has few.
+    assert int(run.stdout) < 2 * 1024 * 4096 * 8 / 2

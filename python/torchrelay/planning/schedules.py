@@ -2,10 +2,21 @@
 
 from collections.abc import Callable, Sequence
 
-from torchrelay._core import Costs, Found, Schedule, make_gpipe, make_schedule, schedule_names, search_schedule
+from torchrelay._core import (
+    Action,
+    Costs,
+    Found,
+    Schedule,
+    make_gpipe,
+    make_gpipe_rank,
+    make_schedule,
+    schedule_names,
+    search_schedule,
+)
+from torchrelay._core import make_rank as _make_rank
 from torchrelay.errors import PlanError
 
-__all__ = ["make", "names", "search"]
+__all__ = ["make", "make_rank", "names", "search"]
 
 _MOST_STAGES = 65_536  # of the core
 
@@ -42,6 +53,36 @@ def make(name: str, *, ranks: int, microbatches: int, **options: bool | int | st
     if name == "gpipe" and "stages_per_rank" not in options:
         return make_gpipe(ranks, microbatches, **options)  # type: ignore[arg-type]
     return make_schedule(name, ranks, microbatches, **options)  # type: ignore[arg-type]
+
+
+def make_rank(
+    name: str, *, rank: int, ranks: int, microbatches: int, **options: bool | int | str
+) -> list[Action | tuple[Action, Action]]:
+    """What one rank does in the schedule of that name, made without the other ranks' lists.
+
+    Time and memory are linear in the rank's own work, so that each of many processes can make its own. Only ``v_half``
+    and ``v_min`` follow from what all ranks do, and are made for all before all but one are dropped.
+
+    Args:
+        name: One of `names()`.
+        rank: Which rank, the first is 0.
+        ranks: As for `make`.
+        microbatches: As for `make`.
+        options: As for `make`.
+
+    Returns:
+        Its actions in order, two that overlap as a tuple: what `Schedule` takes as one rank's list.
+
+    Raises:
+        PlanError: What `make` refuses, and a rank that does not exist.
+
+    Example:
+        >>> [str(action) for action in make_rank("1f1b", rank=1, ranks=2, microbatches=2)]
+        ['1F0', '1B0', '1F1', '1B1']
+    """
+    if name == "gpipe" and "stages_per_rank" not in options:
+        return make_gpipe_rank(ranks, microbatches, rank, **options)  # type: ignore[arg-type]
+    return _make_rank(name, ranks, microbatches, rank, **options)  # type: ignore[arg-type]
 
 
 def search(

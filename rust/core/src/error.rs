@@ -255,6 +255,16 @@ pub enum Error {
         /// What was expected there.
         reason: String,
     },
+    /// A rank that does not exist.
+    #[error("there is no {what} {value}, only {count}")]
+    OutOfRange {
+        /// What is counted.
+        what: &'static str,
+        /// What was given.
+        value: usize,
+        /// How many there are.
+        count: usize,
+    },
     /// An action of a stage that the schedule does not have.
     #[error("{at}: there is no stage {}, only {stages} stages", at.action.stage())]
     NoSuchStage {

@@ -33,6 +33,7 @@ pub use partition::{Member, MemberKind, Occurrence, Problem, verify_partition};
 pub use schedule::{
     Action, At, Blocked, Cause, Costs, Entry, Gpipe, Held, Idle, Kind, Links, Lowering, MAX_STAGES, Maker,
     PerStage, Placement, Recompute, Schedule, Simulation, Span, TextCell, TextPicture, TextRow, make_gpipe,
+    make_gpipe_rank,
 };
 pub use search::{Found, Progress, Search, search};
 pub use skip::{Skip, SkipProblem, SkipRole, SkipUse, verify_skips};

@@ -19,6 +19,7 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::TooLarge { .. }
         | Error::UnknownSchedule { .. }
         | Error::NotPermitted { .. }
+        | Error::OutOfRange { .. }
         | Error::NoLimits
         | Error::NegativeLimit { .. }
         | Error::NegativeSize { .. }

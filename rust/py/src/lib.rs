@@ -29,8 +29,8 @@ mod _core {
     use crate::readiness::{Readiness, ReadinessHook};
     #[pymodule_export]
     use crate::schedule::{
-        Action, Costs, Found, Schedule, Simulation, make_gpipe, make_schedule, schedule_names,
-        search_schedule, text_picture,
+        Action, Costs, Found, Schedule, Simulation, make_gpipe, make_gpipe_rank, make_rank, make_schedule,
+        schedule_names, search_schedule, text_picture,
     };
     #[pymodule_export]
     use crate::skip::verify_skips;

@@ -69,10 +69,19 @@ impl Action {
 }
 
 /// What stands in a rank's list: an action, or a tuple of two that overlap.
-#[derive(FromPyObject)]
-enum Entry {
+#[derive(FromPyObject, IntoPyObject)]
+pub enum Entry {
     Single(Action),
     Overlap(Action, Action),
+}
+
+impl From<core::Entry> for Entry {
+    fn from(entry: core::Entry) -> Self {
+        match entry {
+            core::Entry::Single(action) => Self::Single(action.into()),
+            core::Entry::Overlap(first, second) => Self::Overlap(first.into(), second.into()),
+        }
+    }
 }
 
 /// What each rank does in one step, in order.
@@ -207,19 +216,20 @@ impl Schedule {
     ///
     /// `waits=False` leaves out waits for sends and reductions, which torch before 2.15 does not know. `recompute`
     /// (`"never"`, `"except_last"`, `"always"`) says which micro-batches are recomputed before their backward,
-    /// `unsharded` how many of its stages a rank may hold unsharded at a time, if their weights are sharded. Raises
-    /// `ScheduleError` if the schedule cannot be carried out, `PlanError` if it has been lowered before.
-    #[pyo3(signature = (*, waits=true, recompute="never", unsharded=None))]
+    /// `unsharded` how many of its stages a rank may hold unsharded at a time, if their weights are sharded. `merge` makes
+    /// a whole backward of every input's gradient that has the weights' gradients right behind it. Raises `ScheduleError` if the schedule cannot be carried out, `PlanError` if it has been lowered before.
+    #[pyo3(signature = (*, waits=true, recompute="never", unsharded=None, merge=false))]
     fn lower(
         &self,
         py: Python<'_>,
         waits: bool,
         recompute: &str,
         unsharded: Option<&Bound<'_, PyAny>>,
+        merge: bool,
     ) -> PyResult<Self> {
         let recompute = recompute.parse().map_err(to_py)?;
         let unsharded = unsharded.map(|limit| count("the number of unsharded stages", limit)).transpose()?;
-        py.detach(|| self.0.lower(core::Lowering { waits, recompute, unsharded }))
+        py.detach(|| self.0.lower(core::Lowering { waits, recompute, unsharded, merge }))
             .map(Self)
             .map_err(|error| self.refused(error))
     }
@@ -708,6 +718,47 @@ pub fn make_schedule(
     let stages_per_rank =
         stages_per_rank.map(|given| count("the number of stages per rank", given)).transpose()?;
     py.detach(|| maker.make(ranks, microbatches, stages_per_rank)).map(Schedule).map_err(to_py)
+}
+
+/// What one rank of that schedule does.
+#[pyfunction]
+#[pyo3(signature = (name, ranks, microbatches, rank, *, stages_per_rank=None))]
+pub fn make_rank(
+    name: &str,
+    ranks: &Bound<'_, PyAny>,
+    microbatches: &Bound<'_, PyAny>,
+    rank: &Bound<'_, PyAny>,
+    stages_per_rank: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Vec<Entry>> {
+    let py = ranks.py();
+    let maker: core::Maker = name.parse().map_err(to_py)?;
+    let (ranks, microbatches) =
+        (count("the number of ranks", ranks)?, count("the number of micro-batches", microbatches)?);
+    let rank = count("the rank", rank)?;
+    let stages_per_rank =
+        stages_per_rank.map(|given| count("the number of stages per rank", given)).transpose()?;
+    let entries = py.detach(|| maker.make_rank(ranks, microbatches, stages_per_rank, rank)).map_err(to_py)?;
+    Ok(entries.into_iter().map(Entry::from).collect())
+}
+
+/// What one rank of a GPipe schedule does.
+#[pyfunction]
+#[pyo3(signature = (ranks, microbatches, rank, *, backward=true, ascending=false, recompute="never"))]
+pub fn make_gpipe_rank(
+    ranks: &Bound<'_, PyAny>,
+    microbatches: &Bound<'_, PyAny>,
+    rank: &Bound<'_, PyAny>,
+    backward: bool,
+    ascending: bool,
+    recompute: &str,
+) -> PyResult<Vec<Entry>> {
+    let (ranks, microbatches) =
+        (count("the number of ranks", ranks)?, count("the number of micro-batches", microbatches)?);
+    let rank = count("the rank", rank)?;
+    let recompute = recompute.parse().map_err(to_py)?;
+    let options = core::Gpipe { backward, ascending, recompute };
+    let entries = core::make_gpipe_rank(ranks, microbatches, options, rank).map_err(to_py)?;
+    Ok(entries.into_iter().map(Entry::from).collect())
 }
 
 /// A schedule that was searched, and how good it is known to be.

@@ -27,7 +27,7 @@ pub use draw::{TextCell, TextPicture, TextRow};
 pub use entry::Entry;
 pub use held::Held;
 pub use lower::Lowering;
-pub use makers::{Gpipe, Maker, Recompute, make_gpipe};
+pub use makers::{Gpipe, Maker, Recompute, make_gpipe, make_gpipe_rank};
 pub use placement::Placement;
 pub use simulate::{Cause, Idle, Simulation, Span};
 pub use verify::At;

@@ -26,7 +26,7 @@ mod writer;
 
 use super::action::{Action, Kind};
 use super::lists::Lists;
-use super::{Recompute, Schedule};
+use super::{Entry, Recompute, Schedule};
 use crate::error::{Error, Result};
 use timing::Timing;
 use writer::Writer;
@@ -42,11 +42,14 @@ pub struct Lowering {
     /// How many of its stages a rank may hold unsharded at a time; `None`: weights are not sharded, or the schedule says
     /// itself when they are gathered.
     pub unsharded: Option<usize>,
+    /// Whether an input's gradient and the weights' gradients of its pair right behind it become one whole backward, which
+    /// may take less time; but its gradient is sent only when all of it is done.
+    pub merge: bool,
 }
 
 impl Default for Lowering {
     fn default() -> Self {
-        Self { waits: true, recompute: Recompute::Never, unsharded: None }
+        Self { waits: true, recompute: Recompute::Never, unsharded: None, merge: false }
     }
 }
 
@@ -73,6 +76,9 @@ impl Schedule {
         // Always fits, being within the limit.
         let m = u32::try_from(self.microbatches).unwrap_or(u32::MAX);
         let recomputed = if self.backward { options.recompute.count(m) } else { 0 };
+        if options.merge {
+            return self.merged()?.lower(Lowering { merge: false, ..options });
+        }
         if recomputed > 0 {
             return self.recomputing(recomputed)?.lower(Lowering { recompute: Recompute::Never, ..options });
         }
@@ -96,6 +102,37 @@ impl Schedule {
     /// None that is known.
     pub fn computations(&self) -> Result<Self> {
         self.rewritten(|entry, list| list.extend(entry.filter(|action| action.kind().computes())), |_, _| {})
+    }
+
+    /// The same with a whole backward for every input's gradient with the weights' gradients right behind it. Neither is
+    /// part of an overlapping pair.
+    fn merged(&self) -> Result<Self> {
+        let (mut lists, mut overlaps) = (Vec::new(), Vec::new());
+        for rank in 0..self.ranks() {
+            let (mut list, mut pairs) = (Vec::<Action>::new(), Vec::new());
+            let mut open: Option<Action> = None; // an input's gradient by itself, the last of the list
+            for entry in self.entries(rank) {
+                match (open.take(), entry) {
+                    (Some(action), Entry::Single(next))
+                        if next == action.with(Kind::WeightGrad, action.narrow_stage()) =>
+                    {
+                        list.pop();
+                        list.push(action.with(Kind::Backward, action.narrow_stage()));
+                    }
+                    (_, Entry::Single(action)) => {
+                        open = Some(action).filter(|action| action.kind() == Kind::InputGrad);
+                        list.push(action);
+                    }
+                    (_, Entry::Overlap(first, second)) => {
+                        pairs.push(list.len());
+                        list.extend([first, second]);
+                    }
+                }
+            }
+            lists.push(list);
+            overlaps.push(pairs);
+        }
+        self.with_lists(lists, overlaps)
     }
 
     /// The same with a recomputation before the backwards of the first `count` micro-batches, where there is none.
@@ -126,7 +163,7 @@ impl Schedule {
             let (mut list, mut pairs) = (Vec::new(), Vec::new());
             for entry in self.entries(rank) {
                 write_before(&mut entry.actions(), &mut list);
-                if matches!(entry, super::Entry::Overlap(..)) {
+                if matches!(entry, Entry::Overlap(..)) {
                     pairs.push(list.len());
                 }
                 write(&mut entry.actions(), &mut list);

@@ -11,8 +11,8 @@
 use std::str::FromStr;
 
 use super::super::action::{Action, Kind};
-use super::super::{Schedule, checked_ranks};
-use super::{List, Shape};
+use super::super::{Entry, Schedule, checked_ranks};
+use super::{List, Maker, Shape};
 use crate::error::{Error, Result};
 
 /// Which micro-batches keep only their input in forward, and are recomputed right before their backward.
@@ -87,6 +87,18 @@ pub fn make_gpipe(ranks: usize, microbatches: usize, options: Gpipe) -> Result<S
     let actions = (0..ranks).map(|rank| with(microbatches, rank, options)).collect();
     let placement: Vec<_> = (0..ranks).collect();
     Schedule::new("gpipe", &placement, microbatches, options.backward, actions)
+}
+
+/// The list of one rank of it alone, in time and memory linear in its length.
+///
+/// # Errors
+/// Those of [`make_gpipe`], and [`Error::OutOfRange`] if there is no such rank.
+pub fn make_gpipe_rank(ranks: usize, microbatches: usize, options: Gpipe, rank: usize) -> Result<Vec<Entry>> {
+    let shape = Maker::Gpipe.shape(ranks, microbatches, None)?;
+    if rank >= ranks {
+        return Err(super::no_such(rank, ranks));
+    }
+    Ok(with(shape.m, rank, options).into_iter().map(Entry::Single).collect())
 }
 
 /// The list of one rank, with what is chosen by default.

@@ -23,7 +23,7 @@ mod zb_v;
 use std::fmt;
 use std::str::FromStr;
 
-pub use gpipe::{Gpipe, Recompute, make_gpipe};
+pub use gpipe::{Gpipe, Recompute, make_gpipe, make_gpipe_rank};
 
 use super::{Entry, MAX_STAGES, Schedule, entry};
 use crate::error::{Error, Result};
@@ -101,6 +101,10 @@ impl FromStr for Maker {
     }
 }
 
+const fn no_such(rank: usize, ranks: usize) -> Error {
+    Error::OutOfRange { what: "rank", value: rank, count: ranks }
+}
+
 /// How many stages a rank holds.
 enum Stages {
     /// This many and no other number.
@@ -141,7 +145,7 @@ impl Maker {
     /// linear in its length.
     ///
     /// # Errors
-    /// Those of [`Maker::make`], and [`Error::NoSuchPlace`] if there is no such rank.
+    /// Those of [`Maker::make`], and [`Error::OutOfRange`] if there is no such rank.
     pub fn make_rank(
         self,
         ranks: usize,
@@ -151,7 +155,7 @@ impl Maker {
     ) -> Result<Vec<Entry>> {
         let shape = self.shape(ranks, microbatches, stages_per_rank)?;
         if rank >= ranks {
-            return Err(Error::NoSuchPlace { what: "rank", position: 0, index: rank, count: ranks });
+            return Err(no_such(rank, ranks));
         }
         let List { actions, overlaps } = match self.lists(shape) {
             Some(mut lists) if rank < lists.len() => {
