@@ -156,6 +156,60 @@ def overhead(rounds: int) -> None:
             print(f"    {name}: {', '.join(row)}")
 
 
+class Drawing(nn.Module):
+    """A layer with random numbers of its own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.dropout = layer, nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.layer(x))
+
+
+def drawing(layer: Callable[[], nn.Module], which: range) -> Callable[[], nn.Module]:
+    """Makes layers, of which those with numbers in `which` draw."""
+    numbers = iter(range(10**6))
+    return lambda: Drawing(layer()) if next(numbers) in which else layer()
+
+
+def randomness(rounds: int) -> None:
+    n, m = 4, 16
+    print(
+        f"random numbers, {n} partitions x {m} micro-batches: paced layers, makespan over that of layers that draw none"
+    )
+    kinds = {"none draws": range(0), "one draws": range(1, 2), "all draw": range(n)}
+    models = {kind: build(drawing(Paced, which), n, m, "lanes") for kind, which in kinds.items()}
+    times = interleaved(models, torch.ones(m, 4), max(rounds // 5, 3))
+    for kind in list(kinds)[1:]:
+        ratios = [
+            median([a[way] / b[way] for a, b in zip(times[kind], times["none draws"], strict=True)]) for way in range(2)
+        ]
+        print(f"  {kind}: forward {ratios[0]:.3f}, backward {ratios[1]:.3f}")
+    tasks = n * m
+    pairs = {
+        f"{name}, {kind}": model
+        for kind in ("none draws", "all draw")
+        for name, model in (
+            ("gpipe", build(drawing(tiny, kinds[kind]), n, m, "serial")),
+            ("plain", build(drawing(tiny, kinds[kind]), n, m, "serial").plain()),
+        )
+    }
+    inputs = torch.ones(m, 4)
+    found: dict[str, list[float]] = {name: [] for name in pairs}
+    for _ in range(rounds):
+        for name, model in pairs.items():
+            start = time.perf_counter()
+            for part in [inputs] if name.startswith("gpipe") else inputs.chunk(m):
+                model(part)
+            found[name].append((time.perf_counter() - start) / tasks * 1e6)
+    extra = {
+        name: median([a - b for a, b in zip(found[f"{name}, all draw"], found[f"{name}, none draws"], strict=True)])
+        for name in ("gpipe", "plain")
+    }
+    print(f"  tiny layers, microseconds of drawing in a forward task: {extra['gpipe']:.1f}; plain {extra['plain']:.1f}")
+
+
 def one_partition(rounds: int) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
@@ -173,6 +227,7 @@ def main() -> None:
     for checkpoint in ("never", "always"):
         paced(max(rounds // 5, 3), checkpoint)
     overhead(rounds)
+    randomness(rounds)
     one_partition(rounds)
 
 
