@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from torchrelay.runtime.context import CallerContext
-from torchrelay.runtime.engine import keeps_graph, will_run
+from torchrelay.runtime.engine import hold, keeps_graph, will_run
 from torchrelay.runtime.executor import Phase, Task
 from torchrelay.runtime.failure import locate
 from torchrelay.runtime.gradients import GradientSum
@@ -98,11 +99,52 @@ class _Tasks:
         )
 
 
-class _Backward(NamedTuple):
-    """One backward, while it runs. Apart from its tasks, to which the phase refers: in a cycle, memory would stay."""
+class _Backward:
+    """One backward, while it runs. Apart from its tasks, to which the phase refers: in a cycle, memory would stay.
 
-    tasks: _Tasks
-    phase: Phase
+    Autograd holds it, for as long as its own backward goes on (see :func:`hold`). If an exception ends that between two
+    nodes (Ctrl-C, a hook of the caller's), this goes with it, and ends the work in the lanes.
+    """
+
+    _has_ended = True  # until it has begun
+
+    def __init__(self, left: Forward, tasks: _Tasks, phase: Phase) -> None:
+        self.tasks = tasks
+        self.phase = phase
+        self._random = left.random
+        self._lanes = left.pipeline.lanes
+        self._has_ended = False
+
+    def end(self, *, failed: bool = False) -> None:
+        """After the last task, or when there is nothing to come any more; any number of times."""
+        if self._has_ended:
+            return
+        if failed:
+            self.phase.abandon()
+        self.tasks.hooks.restore_all()
+        if failed and self.tasks.streams is not None:
+            self.tasks.streams.settle()
+        self._random.finish_backward(failed=failed)
+        self._has_ended = True
+
+    def has_passed(self) -> None:
+        """Autograd's backward is over."""
+
+    def fail(self) -> None:
+        """End after a failure, though another interruption come."""
+        try:
+            self.end(failed=True)
+        finally:
+            self.end(failed=True)
+
+    def __del__(self) -> None:
+        if self._has_ended:
+            return
+        if self._lanes is not None and self._lanes.is_inside():  # in the collector, which a lane may run
+            self.phase.stop()
+            self.tasks.hooks.restore_all()
+        else:
+            self.fail()
 
 
 class Backwards:
@@ -115,7 +157,7 @@ class Backwards:
         # By autograd's number of the backward, since several may be under way.
         self._output_gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self._streams: dict[int, HalfStreams] = {}
-        self._running: dict[int, _Backward] = {}
+        self._running: WeakValueDictionary[int, _Backward] = WeakValueDictionary()
 
     def store_output_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Keep the output's gradients for the backward in progress."""
@@ -127,15 +169,19 @@ class Backwards:
 
     def partition_gradients(self, j: int, node: Any) -> list[Tensor | None]:
         """Wait for the gradients of partition `j`'s parameters (and, if it is the first, of the input)."""
+        backward = None
         try:
+            backward = self._begun(node) if j == self._n - 1 else self._running[_number()]
             if j == self._n - 1:
-                self._start(node)
-            backward = self._running[_number()]
-            backward.phase.wait(j)
+                self._start(backward)
+            return self._arrived(j, backward)
         except BaseException:
-            if (started := self._running.get(_number())) is not None:
-                self._end(started, failed=True)
+            if backward is not None:
+                backward.fail()
             raise
+
+    def _arrived(self, j: int, backward: _Backward) -> list[Tensor | None]:
+        backward.phase.wait(j)
         if j == 0:
             self._left.pipeline.note(backward.phase, self._left.programs.choices[1])
         gradients, streams = backward.tasks.sums[j].take(), backward.tasks.streams
@@ -147,10 +193,10 @@ class Backwards:
         if streams is not None:
             streams.publish(j, gradients)
         if j == backward.tasks.lowest:
-            self._end(backward)
+            backward.end()
         return gradients
 
-    def _start(self, node: Any) -> None:
+    def _begun(self, node: Any) -> _Backward:
         left = self._left
         if self._freed:
             raise RuntimeError(
@@ -163,15 +209,21 @@ class Backwards:
             left.determinism.check()
         self._freed = not keeps_graph()
         tasks = _Tasks(left, self._lowest_asked_for(node), self._streams.pop(_number(), None))
-        backward = self._running[_number()] = _Backward(tasks, self._phase(tasks))
-        backward.phase.feed(self._n - 1, self._cut_output_gradients())
+        backward = self._running[_number()] = _Backward(left, tasks, self._phase(tasks))
+        hold(backward.has_passed)
+        return backward
+
+    def _start(self, backward: _Backward) -> None:
+        left, tasks, phase = self._left, backward.tasks, backward.phase
+        phase.feed(self._n - 1, self._cut_output_gradients())
         if tasks.streams is not None:
-            tasks.streams.record = backward.phase.record
+            tasks.streams.record = phase.record
             tasks.streams.enter_backward()
+        tasks.hooks.take()
         left.random.start_backward()
         sequence = left.programs.sequences[1]
         left.pipeline.carry_out(
-            backward.phase,
+            phase,
             CallerContext(left.pipeline.devices),
             range(self._n - 1, -1, -1),
             sequence if tasks.lowest == 0 else [(j, order) for j, order in sequence if j >= tasks.lowest],
@@ -201,15 +253,6 @@ class Backwards:
         cut = self._left.output.cut(self._output_gradients.pop(_number()))
         orders = self._left.programs.backward[self._n - 1]
         return [(order.microbatch, cut[order.microbatch]) for order in orders if order.kind == "B"]
-
-    def _end(self, backward: _Backward, *, failed: bool = False) -> None:
-        if failed:
-            backward.phase.abandon()
-        backward.tasks.hooks.restore_all()
-        if failed and backward.tasks.streams is not None:
-            backward.tasks.streams.settle()
-        self._left.random.finish_backward(failed=failed)
-        self._running.pop(_number(), None)
 
 
 def _number() -> int:

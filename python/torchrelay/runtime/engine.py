@@ -6,7 +6,7 @@ that entry.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["STARTS_FROM_EDGES", "Root", "gradients", "keeps_graph", "root", "will_run"]
+__all__ = ["STARTS_FROM_EDGES", "Root", "gradients", "hold", "keeps_graph", "root", "will_run"]
 
 try:
     from torch.autograd.graph import _engine_run_backward as _run
@@ -72,6 +72,15 @@ def gradients(
 def keeps_graph() -> bool:
     """Whether the backward in progress was asked to keep the graph."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def hold(callback: Callable[[], None]) -> None:
+    """Let the backward in progress call `callback` at its end; if it fails, it lets go of it without a call.
+
+    So what `callback` holds lives for as long as that backward. A token between nodes would not do: after a failure,
+    the engine keeps what waits in its queue until the thread's next backward.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def will_run(node: Any) -> bool:

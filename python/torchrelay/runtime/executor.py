@@ -119,9 +119,13 @@ class Phase:
 
     def abandon(self) -> None:
         """After a failure, wherever it came from: return when no lane is at work on this any more (invariant 3)."""
-        self._fail(_Abandoned())
+        self.stop()
         for rank in tuple(self._begun):  # a lane that has not begun finds the failure, and does nothing
             self._ended[rank].wait()
+
+    def stop(self) -> None:
+        """Let no lane begin another task of this."""
+        self._fail(_Abandoned())
 
     def _in_lane(self, rank: int, context: CallerContext, device: torch.device) -> Callable[[], None]:
         def program() -> None:

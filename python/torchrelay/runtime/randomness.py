@@ -96,6 +96,7 @@ class StepRandomness:
         self._sources = self._make_sources()
         self._forward = HalfDraws("forward", devices, self._sources, rows, watch.forward)
         self._backward: HalfDraws | None = None  # the one in progress, or the last
+        self._has_finished = False
         # What each forward task drew that may be recomputed.
         self._drawn: dict[tuple[int, int], Drawn] = {}
         for source in self._sources.values():
@@ -162,10 +163,13 @@ class StepRandomness:
     # ---- the caller's generators
 
     def finish_forward(self, *, failed: bool = False) -> None:
-        """Leave the caller's generators as invariant 1 says."""
+        """Leave the caller's generators as invariant 1 says; once."""
+        if self._has_finished:
+            return
         _running.discard(self)
         for source in self._sources.values():
             source.in_turn(None, lambda _, source=source: self._settle(source))  # type: ignore[misc]
+        self._has_finished = True
         if not failed:
             self._forward.learn()
 

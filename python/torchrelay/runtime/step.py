@@ -119,12 +119,10 @@ class _Step:
                 phase.wait(j)
             pipeline.note(phase, programs.choices[0])
         except BaseException:
-            phase.abandon()
-            self._random.finish_forward(failed=True)
-            if self._streams is not None:
-                self._streams.settle()
-            self._tasks.clear()
-            self._skips.clear()
+            try:
+                self._give_up(phase)
+            finally:  # another interruption as the other begins
+                self._give_up(phase)
             raise
         self._random.finish_forward()
         results = phase.results(self._n)
@@ -132,6 +130,15 @@ class _Step:
             self._streams.exit_forward(results)
         self._input.tell_writes()
         return [output for _, output in results]
+
+    def _give_up(self, phase: Phase) -> None:
+        """After a failure; any number of times."""
+        phase.abandon()
+        self._random.finish_forward(failed=True)
+        if self._streams is not None:
+            self._streams.settle()
+        self._tasks.clear()
+        self._skips.clear()
 
     def _compute(self, i: int, j: int, value: Any) -> Any:
         try:
