@@ -236,18 +236,6 @@ def test_gradients_that_share_memory(rank, world, cap):
             assert torch.equal(parameter.grad.view(-1), x * (world + 1) / 2)
 
 
-@on_ranks
-def test_views_are_views_and_plain_gradients_are_not(rank, world):
-    for as_views in (True, False):
-        module = mlp()
-        wrapped, _ = wrap(module, gradient_as_bucket_view=as_views)
-        for _ in range(2):
-            module.zero_grad()
-            loss(wrapped, torch.ones(1, 4, dtype=torch.float64)).backward()
-        storages = {parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()}
-        assert len(storages) == (1 if as_views else 6)
-
-
 @pytest.fixture(scope="module")
 def three():
     """Three ranks: a number that is no power of two."""

@@ -5,7 +5,7 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::subsequence;
-use torchrelay_core::{Buckets, Error, assign_buckets};
+use torchrelay_core::{Buckets, Error, assign_buckets, pieces};
 
 /// What is assigned, as one value that proptest can shrink.
 #[derive(Debug, Clone)]
@@ -295,4 +295,35 @@ fn errors_name_the_position() {
     }
     let keys_differ = assign_buckets(&[1, 2], &[0], &[4], None, None);
     assert_eq!(keys_differ, Err(Error::LengthsDiffer { what: "the list of keys", length: 1, expected: 2 }));
+}
+
+proptest! {
+    /// Invariants 1 to 4 of the pieces of a bucket.
+    #[test]
+    fn pieces_are_what_they_promise(sizes in prop::collection::vec(0i64..100, 0..40), alone in 1i64..120, together in 1i64..300) {
+        let found = pieces(&sizes, alone, together).unwrap();
+        let mut all: Vec<usize> = found.iter().flatten().copied().collect();
+        all.sort_unstable();
+        prop_assert_eq!(all, (0..sizes.len()).collect::<Vec<_>>());
+        let lasts: Vec<usize> = found.iter().map(|piece| *piece.last().unwrap()).collect();
+        prop_assert!(lasts.is_sorted());
+        let mut unfinished = 0;
+        for piece in &found {
+            prop_assert!(piece.is_sorted());
+            let bytes = |part: &[usize]| part.iter().map(|&position| sizes[position]).sum::<i64>();
+            if sizes[piece[0]] >= alone {
+                prop_assert_eq!(piece.len(), 1);
+                continue;
+            }
+            prop_assert!(piece.iter().all(|&position| sizes[position] < alone));
+            prop_assert!(bytes(&piece[..piece.len() - 1]) < together);
+            unfinished += usize::from(bytes(piece) < together);
+        }
+        prop_assert!(unfinished <= 1);
+    }
+}
+
+#[test]
+fn a_negative_size_is_in_no_piece() {
+    assert_eq!(pieces(&[1, -1], 1, 1), Err(Error::NegativeSize { position: 1, value: -1 }));
 }

@@ -13,10 +13,10 @@ __all__ = ["Averager"]
 class Averager:
     """Averages over a process group.
 
-    Where the backend divides by itself (NCCL does, gloo from some version on), that is used: it happens off the thread
-    that runs the backward. Elsewhere, and for sparse tensors, each rank divides first and the sum follows. For world
-    sizes that are powers of two both give the same bits; for others they may differ in the last one. Either way every
-    rank gets the same bits.
+    On a CPU gradients are divided on the way into their bucket, while they are in the cache, and the sum follows: if
+    the backend divides, that costs one more pass through memory. On an accelerator the backend divides, if it can (NCCL
+    does); else the tensor is divided first. For world sizes that are powers of two all ways give the same bits; for
+    others they may differ in the last one. Either way every rank gets the same bits.
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
@@ -25,11 +25,16 @@ class Averager:
         self.world_size = dist.get_world_size(group)
         self._divides: dict[torch.device, bool] = {}
 
-    def start(self, tensor: torch.Tensor) -> Work:
-        """Starts to average `tensor` in place."""
-        if not tensor.is_sparse and self._backend_divides(tensor.device):
-            return self._reduce(tensor, dist.ReduceOp.AVG)
-        tensor.div_(self.world_size)
+    def scale(self, device: torch.device) -> float | None:
+        """What dense gradients on this device are multiplied by before `start`; None: `start` does what is needed."""
+        return 1.0 / self.world_size if device.type == "cpu" else None
+
+    def start(self, tensor: torch.Tensor, *, scaled: bool) -> Work:
+        """Starts to average `tensor` in place; `scaled`: it was multiplied by `scale`."""
+        if not scaled:
+            if tensor.device.type != "cpu" and not tensor.is_sparse and self._backend_divides(tensor.device):
+                return self._reduce(tensor, dist.ReduceOp.AVG)
+            tensor.div_(self.world_size)
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def _reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Work:

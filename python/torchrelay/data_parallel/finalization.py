@@ -19,13 +19,11 @@ class Unfinished:
     """A backward that waits to be finalized.
 
     Args:
-        took: The seconds that it took.
         names: Of the parameters.
         parameters: In the same order.
     """
 
-    def __init__(self, took: float, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
-        self.took = took
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
         self._names = names
         self._parameters = parameters
         self._versions = [parameter._version for parameter in parameters]

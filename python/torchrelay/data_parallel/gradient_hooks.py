@@ -5,42 +5,48 @@ itself; with tens of thousands of parameters that is most of a construction. So 
 method puts them, under a key of their own. Where torch keeps hooks otherwise, its method is used.
 """
 
-import collections
-import functools
+import typing
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-__all__ = ["attach"]
+__all__ = ["GradientHooks"]
 
 _PLACE = "_post_accumulate_grad_hooks"
+Hook: typing.TypeAlias = Callable[[torch.Tensor], object]
 
 
-def attach(leaves: Sequence[torch.Tensor], hooks: Iterable[Callable[[torch.Tensor], object]]) -> Callable[[], None]:
-    """Has each leaf's hook called with it once its gradient is complete; returns what takes the hooks off."""
-    if not hasattr(torch.Tensor, _PLACE):
-        handles = [
-            leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            for leaf, hook in zip(leaves, hooks, strict=True)
-        ]
-        return functools.partial(_remove_all, handles)
-    key = object()  # torch's own keys are numbers
-    for leaf, hook in zip(leaves, hooks, strict=True):
-        held = leaf._post_accumulate_grad_hooks
-        if held is None:
-            leaf._post_accumulate_grad_hooks = collections.OrderedDict(((key, hook),))
-        else:
-            held[key] = hook
-    return functools.partial(_take_off, leaves, key)
+class GradientHooks:
+    """A hook on each of some leaves, called with the leaf once its gradient is complete."""
 
+    def __init__(self, leaves: Sequence[torch.Tensor], hooks: Iterable[Hook]) -> None:
+        """Puts the hooks there, after those that are there."""
+        self._key = object()  # torch's own keys are numbers
+        self._tables: list[OrderedDict[object, Hook]] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        known = hasattr(torch.Tensor, _PLACE)
+        for leaf, hook in zip(leaves, hooks, strict=True):
+            if not known:
+                handle = leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+                continue
+            table = getattr(leaf, _PLACE)
+            if table is None:
+                table = OrderedDict()
+                setattr(leaf, _PLACE, table)
+            table[self._key] = hook
+            self._tables.append(table)
 
-def _take_off(leaves: Sequence[torch.Tensor], key: object) -> None:
-    for leaf in leaves:
-        held = leaf._post_accumulate_grad_hooks
-        if held is not None:
-            held.pop(key, None)
+    def are_last(self) -> bool:
+        """Whether they are called last, as far as is known: then no hook changes a gradient afterwards."""
+        if self._handles or sum(map(len, self._tables)) == len(self._tables):
+            return True
+        return all(next(reversed(table)) is self._key for table in self._tables if table)
 
-
-def _remove_all(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for table in self._tables:
+            table.pop(self._key, None)
+        for handle in self._handles:
+            handle.remove()

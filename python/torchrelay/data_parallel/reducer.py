@@ -3,9 +3,10 @@
 The life of one backward:
 
     first gradient, or the module's output is reached   begin: is this backward to be reduced?  (no_sync is asked here)
-    gradients arrive                                    counted in Rust; a ready prefix of the plan is launched
-    the outermost backward ends                         the rest is launched, all is awaited, means become gradients
-    the first one is over               all ranks agree on the order of arrival and plan anew
+    gradients arrive                                    counted in Rust; a piece that is complete is taken into its
+                                                        bucket, and a ready prefix of the plan is launched
+    the outermost backward ends                         if it is the first one, all ranks agree on the order of arrival
+                                                        and plan anew; the rest is launched, all is awaited
     the backward fails instead                          the other ranks are told, and nothing of it is left
 
 What the reducer keeps to:
@@ -34,14 +35,16 @@ from torch.autograd import Variable
 
 from torchrelay._core import Readiness, agreed_order
 from torchrelay.data_parallel.averaging import Averager
+from torchrelay.data_parallel.collections_paused import collections_paused
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.finalization import Unfinished
-from torchrelay.data_parallel.gradient_hooks import attach
+from torchrelay.data_parallel.gradient_hooks import GradientHooks
 from torchrelay.data_parallel.launching import begin
 from torchrelay.data_parallel.overflow import Overflow
 from torchrelay.data_parallel.parameters import Inventory
 from torchrelay.data_parallel.replicas import Replicas
-from torchrelay.data_parallel.storage import BucketStorage
+from torchrelay.data_parallel.sparse_storage import SparseStorage
+from torchrelay.data_parallel.storage import BucketStorage, DenseStorage
 from torchrelay.data_parallel.uneven import Round
 from torchrelay.data_parallel.waiting import Place, Watch, Work
 from torchrelay.data_parallel.weights import Part, Scale, Share
@@ -115,7 +118,10 @@ class Reducer:
         self._rank = dist.get_rank(group)
         self._average = Averager(group, watch)
         self._watch = watch
-        self._allocate()
+        self._device = inventory.tensors[plan.buckets[-1].members[0]].device
+        # What the plan asks for is allocated once the plan is the final one: see `_agree_on_order`.
+        self._storage: list[BucketStorage] = []
+        self._pieces: list[tuple[BucketStorage, int]] = []
         self._lock = threading.RLock()
         self._reducing = False
         self._launched = 0
@@ -125,8 +131,9 @@ class Reducer:
         self._finished = False
         self._unfinished: Unfinished | None = None
         self._warned = False
-        self._flying: dict[int, Work] = {}
         self._adrift: list[BucketStorage] = []
+        self._farewell: Work | None = None
+        self._successor: BucketPlan | None = None
         # With replicas every copy of a parameter counts by itself; copy `c` of parameter `i` is number `c * P + i`.
         leaves: list[torch.Tensor] = list(inventory.tensors)
         if replicas is not None:
@@ -137,28 +144,54 @@ class Reducer:
             self._counted(),
             begin=_weakly(self.begin),
             launch=_weakly(self._launch_ready),
+            fill=_weakly(self._fill),
         )
         hooks = map(self._readiness.hook, range(len(leaves)))
-        self._detach = weakref.finalize(self, attach(leaves, hooks))
+        self._hooks = GradientHooks(leaves, hooks)
+        self._detach = weakref.finalize(self, self._hooks.remove)
         self._detach.atexit = False
 
     def _allocate(self) -> None:
         """The memory that the plan asks for."""
         buckets, parameters = self.plan.buckets, self._parameters
         flags = len(parameters) + self._average.world_size + (len(buckets) if self._hook is not None else 0)
-        self._storage = [
-            BucketStorage(
-                bucket,
-                parameters,
-                as_views=self._as_views,
-                extra=flags if bucket is buckets[-1] else 0,
-                hook=self._hook,
-                as_arriving=self._hook is not None and self.plan.source != "definition",
+        self._storage = []
+        for bucket in buckets:
+            extra = flags if bucket is buckets[-1] else 0
+            if bucket.sparse:
+                self._storage.append(SparseStorage(bucket, parameters, extra=extra, hook=self._hook))
+                continue
+            device = parameters[bucket.members[0]].device
+            self._storage.append(
+                DenseStorage(
+                    bucket,
+                    parameters,
+                    as_views=self._as_views,
+                    early=device.type == "cpu" and self._replicas is None,
+                    extra=extra,
+                    scale=self._average.scale(device),
+                    hook=self._hook,
+                    as_arriving=self.plan.source != "definition",
+                )
             )
-            for bucket in buckets
-        ]
-        parts = [len(parameters), self._average.world_size, flags - len(parameters) - self._average.world_size]
-        self._used, self._status, self._finite = torch.split(self._storage[-1].tail, parts)
+        self._divide()
+
+    def _divide(self) -> None:
+        """Tells what counts gradients which of them can be taken before their buckets are complete."""
+        self._pieces = [(storage, number) for storage in self._storage for number, _ in enumerate(storage.pieces())]
+        self._readiness.divide([group for storage in self._storage for group in storage.pieces()])
+
+    @property
+    def _used(self) -> torch.Tensor:
+        return self._storage[-1].tail[: len(self._names)]
+
+    @property
+    def _status(self) -> torch.Tensor:
+        return self._storage[-1].tail[len(self._names) : len(self._names) + self._average.world_size]
+
+    @property
+    def _finite(self) -> torch.Tensor:
+        return self._storage[-1].tail[len(self._names) + self._average.world_size :]
 
     # --- replicas: what is known of the copies of a parameter, as of the parameter
 
@@ -238,7 +271,19 @@ class Reducer:
             self._share = self._part() if self._reducing else None
             if self._replan is not None:
                 self._began = time.perf_counter()
-            self._readiness.start(self._reducing)
+            if self._reducing and self._replan is None:
+                self._open()
+            # Nothing is taken before all ranks have agreed on the plan; nor if a user's hook may change a gradient once
+            # the reducer's own was called, unless such a hook may be there to finalize.
+            hold = self._replan is not None or not (self.manual or self._hooks.are_last())
+            self._readiness.start(self._reducing, hold=hold)
+
+    def _open(self) -> None:
+        if not self._storage:
+            with collections_paused():
+                self._allocate()
+        for storage in self._storage:
+            storage.open()
 
     def _part(self) -> Part | None:
         """How much this rank's gradients count, unless it is as much as any other's."""
@@ -250,7 +295,7 @@ class Reducer:
         return None
 
     def _weigh(self, weight: float) -> Share:
-        device = self._used.device
+        device = self._device
         place = Place(self.backwards, -1, f"the weights for backward {self.backwards}")
         return Share(self._average.group, weight, device, lambda work: self._watch.wait(work, device, place))
 
@@ -302,6 +347,9 @@ class Reducer:
             if self._hook is not None:
                 self._hook.begin()
             self._share = self._weigh(0) if expected.weighted else None
+            if self._replan is not None:
+                self._agree_on_order([], 0.0)
+            self._open()
             self._used.zero_()
             self._status.zero_()
             try:
@@ -314,12 +362,14 @@ class Reducer:
             finally:
                 for storage in self._storage:
                     storage.forget()
-                self._flying.clear()
             self.backwards += 1
-            if self._replan is not None:
-                self._rearrange([], 0.0)
 
     # --- the course of a backward
+
+    def _fill(self, piece: int) -> None:
+        with self._lock, torch.no_grad():
+            storage, number = self._pieces[piece]
+            storage.fill(number)
 
     def _launch_ready(self, stop: int) -> None:
         with self._lock, torch.no_grad():
@@ -331,13 +381,13 @@ class Reducer:
     def _launch_next(self, unused: frozenset[int]) -> None:
         storage = self._storage[self._launched]
         self._add_up(storage.bucket.members)
-        self._bare |= storage.gather(unused, self._flying)
+        self._bare |= storage.gather(unused)
         if storage is self._storage[-1]:
             self._fill_tail(unused | self._bare)
         self._launched += 1  # from here on something of it may have been sent
         sent = self._watch.sent
         try:
-            storage.send(self._average, self._flying, self._share)
+            storage.send(self._average, self._share)
         except Exception as error:
             if self._hook is None:
                 raise self._failure("could not be sent", storage.bucket, error) from error
@@ -358,7 +408,6 @@ class Reducer:
     def _end(self) -> None:
         """The outermost backward is over, without error so far."""
         with self._lock, torch.no_grad():
-            took = time.perf_counter() - self._began
             with self._mending():
                 if not self._reducing:
                     self._add_up(range(len(self._names)))
@@ -366,12 +415,15 @@ class Reducer:
                 elif self._finished:
                     self._raise_late(self._late())
                 else:
+                    if self._replan is not None:
+                        self._agree_on_order(self._arrival(), time.perf_counter() - self._began)
+                        self._open()
                     self._launch_rest()
                     if self.manual:
-                        self._unfinished = Unfinished(took, self._names, self._parameters)
+                        self._unfinished = Unfinished(self._names, self._parameters)
                         return
                     self._finish()
-            self._close(took)
+            self._close()
 
     @contextlib.contextmanager
     def _mending(self) -> Iterator[None]:
@@ -390,15 +442,12 @@ class Reducer:
             for storage in self._storage:
                 storage.forget()
             self._adrift = [storage for storage in self._storage if storage.pending]
+            self._adopt()
             raise
-        finally:
-            self._flying.clear()
 
-    def _close(self, took: float) -> None:
-        arrival = self._arrival() if self._reducing and self._replan is not None else []
+    def _close(self) -> None:
         self._readiness.finish()
-        if self._reducing and self._replan is not None:
-            self._rearrange(arrival, took)
+        self._adopt()
 
     # --- backwards that the user finalizes
 
@@ -425,7 +474,7 @@ class Reducer:
                 with self._mending():
                     unfinished.check_unchanged()
                     self._finish()
-                self._close(unfinished.took)
+                self._close()
                 return
             if not self._readiness.active or self._finished:
                 raise RuntimeError("there is no backward to finalize: each that is reduced is finalized once")
@@ -442,31 +491,52 @@ class Reducer:
                 self._finish()
             self._muted, self._finished = False, True
 
-    def _rearrange(self, arrival: list[int], took: float) -> None:
-        """Plans anew, after the first reduced backward, for the order in which gradients have arrived.
+    def _agree_on_order(self, arrival: list[int], took: float) -> None:
+        """Plans anew for the order in which gradients have arrived, before the first reduced backward sends any.
 
         What counts is the rank where a gradient arrives last, since its message waits for that; so one message tells
         every rank the same order, also if their graphs reach different parameters.
+
+        Raises:
+            ReductionError: A rank has not come, or its backward has failed; raised on every rank.
         """
         assert self._replan is not None
+        said, work = self._tell_order(arrival, took, failed=False)
+        first = self.plan.buckets[0]
+        place = Place(self.backwards, 0, f"bucket 0 of backward {self.backwards}")
+        try:
+            self._watch.wait(work, said.device, place)
+        except Exception as error:
+            raise self._failure("did not come through", first, error) from error
+        *positions, nanoseconds = said[: len(self._names) + 1].tolist()
+        failed = (said[len(self._names) + 1 :] >= 0).nonzero().flatten().tolist()
+        if failed:
+            raise self._failed_elsewhere(failed)
         replan, self._replan = self._replan, None
-        latest = torch.full((len(self._names) + 1,), -1, dtype=torch.int64)
-        latest[arrival] = torch.arange(len(arrival))
-        latest[-1] = int(took * 1e9)  # nothing was sent meanwhile: the first backward sends at its end
-        with torch.no_grad():
-            agreed = latest.to(self._used.device)
-            begin(dist.all_reduce, agreed, op=dist.ReduceOp.MAX, group=self._average.group)
-            *positions, nanoseconds = agreed.tolist()
-            before, self.plan = self.plan, replan(agreed_order(positions), nanoseconds * 1e-9)
-            if self._hook is None and all(map(_same_members, self.plan.buckets, before.buckets)):
-                return
-            old = self._storage
+        self._successor = replan(agreed_order(positions), nanoseconds * 1e-9)
+        if self._hook is None:  # a hook finds in its first backward what it finds there in torch's class
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Makes the plan that all ranks have agreed on the one that is carried out."""
+        if self._successor is not None:
+            self.plan, self._successor = self._successor, None
             self._readiness.rearrange(self._counted())
-            self._allocate()
-            if self._as_views:
-                moved = {id(view) for storage in old for view in storage.views}
-                for storage in self._storage:
-                    storage.take_over(moved)
+            self._adrift += [storage for storage in self._storage if storage.pending]
+            self._storage = []
+
+    def _tell_order(self, arrival: list[int], took: float, *, failed: bool) -> tuple[torch.Tensor, Work]:
+        """Per parameter its place in the order or -1, the nanoseconds of the backward, and per rank 0 if it failed."""
+        parameters = len(self._names)
+        latest = torch.full((parameters + 1 + self._average.world_size,), -1, dtype=torch.int64)
+        latest[arrival] = torch.arange(len(arrival))
+        latest[parameters] = int(took * 1e9)  # nothing was sent meanwhile: the first backward sends at its end
+        if failed:
+            latest[parameters + 1 + self._rank] = 0
+        said = latest.to(self._device)
+        work = begin(dist.all_reduce, said, op=dist.ReduceOp.MAX, group=self._average.group, async_op=True)
+        assert work is not None  # every caller is a member of the group
+        return said, work
 
     def _launch_rest(self) -> None:
         unused_here = self._unused()
@@ -549,20 +619,21 @@ class Reducer:
 
     def _raise_trouble(self, late: list[int]) -> None:
         self._raise_late(late)
-        # Reading makes the host wait for an accelerator, so there the ranks in trouble alone raise; but not before all
-        # ranks agree on a plan, since they do so only if none is in trouble.
-        if self._status.device.type != "cpu" and self._replan is None:
+        # Reading makes the host wait for an accelerator, so there the ranks in trouble alone raise.
+        if self._status.device.type != "cpu":
             return
         status = self._status.real if self._status.is_complex() else self._status
         said = [round(one * self._average.world_size) for one in status.tolist()]
         if _FAILED in said:
-            ranks = ", ".join(str(rank) for rank, word in enumerate(said) if word == _FAILED)
-            raise ReductionError(
-                f"backward {self.backwards} failed on rank {ranks}, so its gradients are incomplete on every rank; see "
-                "the error there. Set the gradients to None before the next backward"
-            )
+            raise self._failed_elsewhere([rank for rank, word in enumerate(said) if word == _FAILED])
         if not self._warned and self.weight is None:
             self._compare_unreduced(said)
+
+    def _failed_elsewhere(self, ranks: list[int]) -> ReductionError:
+        return ReductionError(
+            f"backward {self.backwards} failed on rank {', '.join(map(str, ranks))}, so its gradients are incomplete "
+            "on every rank; see the error there. Set the gradients to None before the next backward"
+        )
 
     def _compare_unreduced(self, said: list[int]) -> None:
         """Tells the user, once, if ranks have run different numbers of backwards without a reduction before this one.
@@ -611,10 +682,12 @@ class Reducer:
         the others send.
         """
         with self._lock, torch.no_grad():
-            if self._reducing and not self._muted:
+            if self._reducing and self._replan is not None:
+                with contextlib.suppress(Exception):  # the caller has the first error already
+                    _, self._farewell = self._tell_order([], 0.0, failed=True)
+            elif self._reducing and not self._muted:
                 self._send_rest()
                 self._adrift = list(self._storage)
-            self._flying.clear()
             self._readiness.abandon()
             if self._replicas is not None:
                 self._replicas.drop()
@@ -639,7 +712,7 @@ class Reducer:
             if self._hook is not None:
                 self._hook.drain()
             self._launched += 1
-            storage.send(self._average, self._flying, None)
+            storage.send(self._average, None)
         if self._hook is not None:
             self._hook.drain()
             self._finite.fill_(1)
@@ -647,6 +720,13 @@ class Reducer:
 
     def _settle(self) -> None:
         """Waits for what an abandoned backward has sent, before its memory is used again."""
+        farewell, self._farewell = self._farewell, None
+        if farewell is not None:
+            place = Place(self.backwards, 0, f"bucket 0 of backward {self.backwards}")
+            try:
+                self._watch.wait(farewell, self._device, place)
+            except Exception as error:
+                raise self._failure("did not come through", self.plan.buckets[0], error) from error
         adrift, self._adrift = self._adrift, []
         for storage in adrift:
             self._wait(storage)
@@ -678,10 +758,6 @@ def _weakly(method: Callable[..., object]) -> Callable[..., object]:
         return None if alive is None else alive(*arguments)
 
     return call
-
-
-def _same_members(one: Bucket, other: Bucket) -> bool:
-    return one.members == other.members
 
 
 def _first_line(error: Exception) -> str:

@@ -1,100 +1,78 @@
 """The memory of one bucket: its gradients are gathered here, averaged and handed back.
 
-Three kinds of gradients share a bucket's turn, each with its own way:
+All gradients of a bucket lie in one flat tensor, each with its parameter's strides, which is averaged as one message.
+They are taken into it piece by piece, as soon as the gradients of a piece are there (`core`: `pieces`), and divided by
+the number of ranks on the way, while they are in the cache; what autograd made is free again at once. What is left is
+taken when the bucket's turn comes. Nothing is copied back: the means are lent out where they lie (`lending`).
 
-    small   copied into one flat tensor, all by one call, and averaged as one message
-    large   (1 MiB or more) averaged where they are: copying one costs more than a message of its own
-    sparse  averaged as sparse tensors; the only kind in its bucket
-
-Which kind a parameter is depends on its facts alone, so every rank sends the same messages in the same order, whatever
-gradients it has. In the flat tensor each gradient has its parameter's strides. A communication hook wants a bucket's
-gradients in one piece, so with one there are no large ones, and what is no gradient has a message of its own.
+Which messages are sent depends on the parameters' facts alone, so they are the same on every rank, whatever gradients
+it has. A communication hook wants the gradients alone, so with one, what is no gradient has a message of its own.
 """
 
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import abc
+import itertools
+import operator
+import sys
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
+from torchrelay._core import pieces as divide
 from torchrelay.data_parallel.averaging import Averager
 from torchrelay.data_parallel.comm_hook import CommHook, GradBucket, HookWork
-from torchrelay.data_parallel.layout import is_dense, views_of
+from torchrelay.data_parallel.lending import Loan, can_tell
+from torchrelay.data_parallel.piece import Piece, in_layout
 from torchrelay.data_parallel.waiting import Place, Watch, Work
 from torchrelay.data_parallel.weights import Part
 from torchrelay.errors import ReductionError
 from torchrelay.planning.bucket_plan import Bucket
 
-__all__ = ["LARGE_BYTES", "BucketStorage"]
+__all__ = ["BucketStorage", "DenseStorage", "all_finite"]
 
-LARGE_BYTES = 1 << 20
+# A gradient of so many bytes is taken by itself; smaller ones are until they have so many together.
+_ALONE = 64 << 10
+_TOGETHER = 512 << 10
 
-
-@dataclasses.dataclass
-class _Sent:
-    """A gradient on its way: `tensor` becomes the mean; `own` is it the gradient itself."""
-
-    member: int
-    tensor: torch.Tensor
-    own: bool
+_grad = operator.attrgetter("grad")
 
 
-class BucketStorage:
-    """The gradients of one bucket.
+class BucketStorage(abc.ABC):
+    """The gradients of one bucket, and what of them is on its way.
 
     Args:
         bucket: Its plan.
-        parameters: All planned parameters, in order of definition.
-        as_views: Whether gradients become views of the flat tensor.
-        extra: How many numbers travel with the gradients, for the owner's use: see `tail`.
         hook: What is called in place of the average, if anything.
-        as_arriving: Whether gradients lie in the order in which they are expected to arrive, not in the bucket's.
 
     Attributes:
-        views: Where small gradients lie, one after another.
+        tail: Numbers that travel with the gradients, for the owner's use.
         was_finite: Whether all gradients were when a hook was called, as a tensor of one number.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        parameters: Sequence[nn.Parameter],
-        *,
-        as_views: bool,
-        extra: int,
-        hook: CommHook | None = None,
-        as_arriving: bool = False,
-    ) -> None:
+    def __init__(self, bucket: Bucket, hook: CommHook | None) -> None:
         self.bucket = bucket
-        self.as_views = as_views
+        self.tail: torch.Tensor
         self._hook = hook
-        order = reversed(bucket.members) if as_arriving else bucket.members
-        members = [(member, parameters[member]) for member in order]
-        self._small: list[tuple[int, nn.Parameter]] = []
-        self._large: list[tuple[int, nn.Parameter]] = []
-        for member, parameter in members:
-            large = hook is None and parameter.numel() * parameter.element_size() >= LARGE_BYTES
-            (self._large if large or bucket.sparse else self._small).append((member, parameter))
-        first = members[0][1]
-        dtype = torch.float32 if bucket.sparse else first.dtype
-        size = sum(parameter.numel() for _, parameter in self._small)
-        joined = extra if hook is None else 0
-        self._flat = torch.zeros(size + joined, dtype=dtype, device=first.device)
-        self._gradients = self._flat[:size]
-        self.tail = self._flat[size:] if hook is None else torch.zeros(extra, device=first.device)
-        self.views = views_of(self._flat, [parameter for _, parameter in self._small])
-        self._kept: dict[int, torch.Tensor] = {}
-        self._sent: list[_Sent] = []
         self._works: list[Work | HookWork] = []
         self.was_finite: torch.Tensor | None = None
 
-    def gather(self, unused: Collection[int], flying: Mapping[int, Work]) -> set[int]:
-        """Takes the gradients. Nothing has been sent if this raises.
+    def open(self) -> None:  # noqa: B027  not every kind needs it
+        """At the beginning of a reduced backward."""
+
+    def pieces(self) -> list[list[int]]:
+        """Members that `fill` can take when their gradients are there; none if there is nothing to gain."""
+        return []
+
+    def fill(self, piece: int) -> None:  # noqa: B027
+        """Takes the gradients of a piece, unless one is of another kind than expected: then `gather` does."""
+
+    @abc.abstractmethod
+    def gather(self, unused: frozenset[int]) -> set[int]:
+        """Takes the gradients that were not taken yet. Nothing has been sent if this raises.
 
         Args:
             unused: Members that this rank's graph did not reach. Their gradients, if they have any, are left as they
                 are until `write_back` is told whether another rank's did.
-            flying: What is being averaged in place, by address.
 
         Returns:
             Members without any gradient. Autograd tells a parameter's hook even if what arrives is no gradient, so
@@ -103,68 +81,39 @@ class BucketStorage:
         Raises:
             ReductionError: A gradient is of a kind that its parameter's layer did not announce.
         """
-        bare = {member for member, parameter in self._large if parameter.grad is None}
-        self._sent = []
-        for member, parameter in self._large:
-            self._sent.append(self._prepare(member, parameter, unused, flying))
-        return bare | self._gather_small(unused)
 
+    @abc.abstractmethod
     def gather_nothing(self) -> None:
         """Prepares the messages of `gather` with no gradient in them, for ranks that wait for this one."""
-        for (member, parameter), view in zip(self._small, self.views, strict=True):
-            if parameter.grad is view:
-                self._kept[member] = view.clone()
-        self._gradients.zero_()
-        self._sent = [_Sent(member, self._blank(parameter), own=False) for member, parameter in self._large]
 
-    def send(self, average: Averager, flying: dict[int, Work], share: Part | None) -> None:
-        """Starts to average what was gathered, and adds to `flying` what is averaged in place.
+    @abc.abstractmethod
+    def send(self, average: Averager, share: Part | None) -> None:
+        """Starts to average what was gathered.
 
         Args:
             average: What averages.
-            flying: As for `gather`.
             share: How much this rank's gradients count, if not as much as any other's.
         """
-        if share is not None:
-            for gradient in (self._gradients, *(sent.tensor for sent in self._sent)):
-                share.apply(gradient)
-        if self._hook is not None:
-            self._call(self._hook)
-            return
-        if self._flat.numel():
-            self._works.append(average.start(self._flat))
-        for sent in self._sent:
-            if sent.tensor.numel():
-                work = average.start(_flattened(sent.tensor))
-                self._works.append(work)
-                if sent.own:
-                    flying[sent.tensor.data_ptr()] = work
 
     def send_tail(self, average: Averager) -> None:
         """Starts to average the tail, where a hook has been called for the gradients."""
-        self._works.append(average.start(self.tail))
+        self._works.append(average.start(self.tail, scaled=False))
 
-    def _call(self, hook: CommHook) -> None:
-        """The hook, for the flat tensor or the one sparse gradient."""
-        target = self._sent[0].tensor if self.bucket.sparse else self._gradients
-        buffer = target if self.bucket.sparse else target[:]  # a hook may resize it
-        parameters = [parameter for _, parameter in (self._large or self._small)]
+    def _call(
+        self, hook: CommHook, target: torch.Tensor, buffer: torch.Tensor, parameters: Sequence[nn.Parameter]
+    ) -> None:
         self.was_finite = all_finite(target)
         bucket = GradBucket(self.bucket, buffer, parameters, is_last=bool(self.tail.numel()))
         self._works.append(hook.start(bucket, target))
 
     @property
+    @abc.abstractmethod
     def is_finite(self) -> torch.Tensor:
         """Whether all gradients are now that a hook is through, as a tensor of one number."""
-        return all_finite(self._sent[0].tensor if self.bucket.sparse else self._gradients)
 
+    @abc.abstractmethod
     def not_finite(self) -> list[str]:
         """Names of the parameters whose gradients are not, now that a hook is through."""
-        if self.bucket.sparse:
-            return list(self.bucket.names)
-        names = dict(zip(self.bucket.members, self.bucket.names, strict=True))
-        spoiled = [not bool(all_finite(view)) for view in self.views]
-        return [names[member] for (member, _), one in zip(self._small, spoiled, strict=True) if one]
 
     def wait(self, watch: Watch, place: Place) -> None:
         """Returns when the means are there; raises what the transport raised. What was not awaited stays `pending`."""
@@ -172,73 +121,152 @@ class BucketStorage:
             work = self._works[0]
             if isinstance(work, HookWork):
                 work.wait()
-                if self.bucket.sparse and self._sent:
-                    self._sent[0].tensor = work.result
+                self._receive(work)
             else:
-                watch.wait(work, self._flat.device, place)
+                watch.wait(work, self.tail.device, place)
             del self._works[0]
+
+    def _receive(self, work: HookWork) -> None:  # noqa: B027
+        """Takes what a hook came to, where it is not in place."""
 
     @property
     def pending(self) -> bool:
         """Whether something is still on its way to or from this memory."""
         return not all(work.is_completed() for work in self._works)
 
+    @abc.abstractmethod
     def write_back(self, unused: Collection[int], untouched: Collection[int]) -> None:
         """Makes the means the parameters' gradients.
 
         Args:
-            unused: As given to `gather`.
+            unused: As given to `gather`, and what it returned.
             untouched: Those of `unused` that no rank's graph reached: they keep what they have.
         """
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        if not self.as_views or unused:
-            for (member, parameter), view in zip(self._small, self.views, strict=True):
-                gradient = parameter.grad
-                if member in untouched:
-                    if member in self._kept:
-                        view.copy_(self._kept[member])
-                elif self.as_views:
-                    parameter.grad = view
-                elif gradient is None:
-                    parameter.grad = view.clone()
-                else:
-                    targets.append(gradient)
-                    sources.append(view)
-        self._kept.clear()
-        parameters = dict(self._large)
-        for sent in self._sent:
-            parameter = parameters[sent.member]
-            if sent.own or sent.member in untouched:
-                continue
-            gradient = parameter.grad
-            if gradient is None or gradient.is_sparse or (self.as_views and not sent.tensor.is_sparse):
-                parameter.grad = sent.tensor
-            else:
-                targets.append(gradient)
-                sources.append(sent.tensor.to_dense())
-        self._sent = []
-        if targets:
-            torch._foreach_copy_(targets, sources)
-
-    def take_over(self, moved: Collection[int]) -> None:
-        """Makes gradients that are views of other buckets' memory, given by their ids, views of this one's."""
-        for (_, parameter), view in zip(self._small, self.views, strict=True):
-            gradient = parameter.grad
-            if gradient is not None and id(gradient) in moved:
-                parameter.grad = view.copy_(gradient)
 
     def forget(self) -> None:
         """Drops what a failed backward left, except what is still on its way."""
         self._works = [work for work in self._works if not work.is_completed()]
-        self._sent = []
-        self._kept.clear()
 
-    def _gather_small(self, unused: Collection[int]) -> set[int]:
+
+class DenseStorage(BucketStorage):
+    """A bucket of dense gradients.
+
+    Args:
+        bucket: Its plan.
+        parameters: All planned parameters, in order of definition.
+        as_views: Whether the memory may be written while somebody still holds a gradient of before.
+        early: Whether gradients may be taken before the bucket's turn.
+        extra: How many numbers travel with the gradients: see `tail`.
+        scale: What gradients are multiplied by on the way; None: the average divides.
+        hook: What is called in place of the average, if anything. It is given the gradients in the order of the bucket.
+        as_arriving: Whether that is the order in which they are expected to arrive, and not its reverse.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        parameters: Sequence[nn.Parameter],
+        *,
+        as_views: bool,
+        early: bool,
+        extra: int,
+        scale: float | None,
+        hook: CommHook | None = None,
+        as_arriving: bool = False,
+    ) -> None:
+        super().__init__(bucket, hook)
+        self._lends = not as_views and can_tell()
+        self._scale = None if hook is not None else scale
+        self._early = early and hook is None
+        arriving = list(reversed(bucket.members))
+        if hook is not None:
+            self._groups = [arriving if as_arriving else list(bucket.members)]
+        else:
+            sizes = [parameters[member].nbytes for member in arriving]
+            alone, together = (_ALONE, _TOGETHER) if early else (sys.maxsize, sys.maxsize)
+            groups = divide(sizes, alone=alone, together=together)
+            self._groups = [in_layout(parameters, [arriving[place] for place in group]) for group in groups]
+        self._members = [member for group in self._groups for member in group]
+        self._parameters = [parameters[member] for member in self._members]
+        self._size = sum(parameter.numel() for parameter in self._parameters)
+        self._joined = extra if hook is None else 0
+        if hook is not None:
+            self.tail = torch.zeros(extra, dtype=torch.float32, device=self._parameters[0].device)
+        # Those that cannot be given a gradient of the parameter's dtype; and without counts nothing is lent.
+        apart = {
+            member
+            for member, parameter in zip(self._members, self._parameters, strict=True)
+            if getattr(parameter, "grad_dtype", parameter.dtype) not in (None, parameter.dtype)
+        }
+        self._never_lent = frozenset(self._members if not as_views and not self._lends else apart)
+        self._own: frozenset[int] = self._never_lent
+        self._filled: set[int] = set()
+        self._gathered = False
+        self._kept: dict[int, torch.Tensor] = {}
+        self._allocate()
+
+    def _allocate(self) -> None:
+        first = self._parameters[0]
+        self._flat = torch.zeros(self._size + self._joined, dtype=first.dtype, device=first.device)
+        self._gradients = self._flat[: self._size]
+        if self._hook is None:
+            self.tail = self._flat[self._size :]
+        self._pieces: list[Piece] = []
+        start, offset = 0, 0
+        for group in self._groups:
+            parameters = self._parameters[start : start + len(group)]
+            size = sum(parameter.numel() for parameter in parameters)
+            region = self._gradients[offset : offset + size]
+            self._pieces.append(Piece(group, parameters, region, lent=self._lends))
+            start, offset = start + len(group), offset + size
+        self._views = [view for piece in self._pieces for view in piece.views]
+        self._loan = Loan(self._flat, self._views) if self._lends else None
+
+    def open(self) -> None:
+        """At the beginning of a reduced backward: which gradients are somebody's own, and may memory be written?
+
+        A gradient that is there already, and is none that was lent, is kept: its owner may know it by its memory.
+        """
+        self._filled.clear()
+        self._gathered = False
+        if self._loan is None:
+            return
+        gradients = list(map(_grad, self._parameters))
+        if self._loan.held(gradients):
+            self._allocate()
+        self._own = self._never_lent
+        if any(map(operator.is_not, gradients, itertools.repeat(None))):
+            self._own |= {
+                member
+                for member, gradient, view in zip(self._members, gradients, self._views, strict=True)
+                if gradient is not None and gradient is not view
+            }
+
+    def pieces(self) -> list[list[int]]:
+        """Members that `fill` can take when their gradients are there."""
+        return self._groups if self._early else []
+
+    def fill(self, piece: int) -> None:
+        """Takes the gradients of a piece, unless `gather` was called meanwhile."""
+        if not self._gathered and self._pieces[piece].take(self._scale, self._own):
+            self._filled.add(piece)
+
+    def gather(self, unused: frozenset[int]) -> set[int]:
+        """As for all buckets."""
+        bare: set[int] = set()
+        self._gathered = True
+        for number, piece in enumerate(self._pieces):
+            if number in self._filled:
+                continue
+            if not unused.isdisjoint(piece.members) or not piece.take(self._scale, self._own):
+                bare |= self._gather_each(piece, unused)
+        return bare
+
+    def _gather_each(self, piece: Piece, unused: frozenset[int]) -> set[int]:
         bare: set[int] = set()
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for (member, parameter), view in zip(self._small, self.views, strict=True):
+        for member, parameter, view in zip(piece.members, piece.parameters, piece.views, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
@@ -250,18 +278,19 @@ class BucketStorage:
                 targets.append(view)
                 sources.append(gradient)
         if targets:
-            self._copy(targets, sources)
-        if self.as_views:  # now, not at the end: so the gradients that autograd made are freed as soon as may be
-            for (member, parameter), view in zip(self._small, self.views, strict=True):
-                if member not in unused and member not in bare:
-                    parameter.grad = view
+            self._copy(piece, targets, sources)
+        if self._scale is not None:
+            piece.region.mul_(self._scale)
+        for member, parameter, view in zip(piece.members, piece.parameters, piece.views, strict=True):
+            if not (member in unused or member in bare or member in self._own):
+                parameter.grad = view
         return bare
 
-    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def _copy(self, piece: Piece, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         try:
             torch._foreach_copy_(targets, sources)
         except RuntimeError as error:
-            for member, parameter in self._small:
+            for member, parameter in zip(piece.members, piece.parameters, strict=True):
                 if parameter.grad is not None and parameter.grad.layout != torch.strided:
                     raise ReductionError(
                         f"the gradient of {self.bucket.names[self.bucket.members.index(member)]} is "
@@ -270,33 +299,65 @@ class BucketStorage:
                     ) from error
             raise
 
-    def _prepare(
-        self, member: int, parameter: nn.Parameter, unused: Collection[int], flying: Mapping[int, Work]
-    ) -> _Sent:
-        gradient = parameter.grad
-        if gradient is None:
-            return _Sent(member, self._blank(parameter), own=False)
-        if self.bucket.sparse:
-            # Weights tied to a dense layer have dense gradients on some ranks; the message is sparse on all.
-            sparse = gradient.detach() if gradient.is_sparse else gradient.detach().to_sparse(1)
-            return _Sent(member, sparse.coalesce().clone(), own=False)
-        # Autograd may give two parameters gradients that share memory: two messages must not write there at a time.
-        # Where the first is on its way, what is copied is the mean, and its mean is no other.
-        place = gradient.data_ptr()
-        shared = place in flying or any(sent.own and sent.tensor.data_ptr() == place for sent in self._sent)
-        if place in flying:
-            flying[place].wait()
-        if not shared and member not in unused and _reducible_in_place(gradient, parameter):
-            return _Sent(member, gradient, own=True)
-        return _Sent(member, self._blank(parameter).copy_(gradient.detach()), own=False)
+    def gather_nothing(self) -> None:
+        """As for all buckets."""
+        self._gathered = True
+        for member, parameter, view in zip(self._members, self._parameters, self._views, strict=True):
+            if parameter.grad is view:
+                self._kept[member] = view.clone()
+        self._gradients.zero_()
 
-    def _blank(self, parameter: nn.Parameter) -> torch.Tensor:
-        if self.bucket.sparse:
-            indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-            values = parameter.new_empty((0, *parameter.shape[1:]))
-            return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True).coalesce()
-        strides = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
-        return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device).zero_()
+    def send(self, average: Averager, share: Part | None) -> None:
+        """As for all buckets."""
+        if share is not None:
+            share.apply(self._gradients)
+        if self._hook is not None:
+            self._call(self._hook, self._gradients, self._gradients[:], self._parameters)  # a hook may resize it
+            return
+        if self._scale is not None:
+            self.tail.mul_(self._scale)
+        if self._flat.numel():
+            self._works.append(average.start(self._flat, scaled=self._scale is not None))
+
+    @property
+    def is_finite(self) -> torch.Tensor:
+        """As for all buckets."""
+        return all_finite(self._gradients)
+
+    def not_finite(self) -> list[str]:
+        """As for all buckets."""
+        names = dict(zip(self.bucket.members, self.bucket.names, strict=True))
+        spoiled = [not bool(all_finite(view)) for view in self._views]
+        return [names[member] for member, one in zip(self._members, spoiled, strict=True) if one]
+
+    def write_back(self, unused: Collection[int], untouched: Collection[int]) -> None:
+        """As for all buckets; what is lent out is in its place already."""
+        if unused or self._own:
+            self._write_back_each(frozenset(unused), untouched)
+        self._kept.clear()
+
+    def _write_back_each(self, unused: frozenset[int], untouched: Collection[int]) -> None:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for member, parameter, view in zip(self._members, self._parameters, self._views, strict=True):
+            if member in untouched:
+                if member in self._kept:
+                    view.copy_(self._kept[member])
+            elif member in self._own:
+                if parameter.grad is None:
+                    parameter.grad = view.to(getattr(parameter, "grad_dtype", None) or view.dtype, copy=True)
+                else:
+                    targets.append(parameter.grad)
+                    sources.append(view)
+            elif member in unused:
+                parameter.grad = view
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def forget(self) -> None:
+        """As for all buckets."""
+        super().forget()
+        self._kept.clear()
 
 
 def all_finite(tensor: torch.Tensor) -> torch.Tensor:
@@ -308,23 +369,3 @@ def all_finite(tensor: torch.Tensor) -> torch.Tensor:
         return torch.ones((), dtype=torch.bool, device=values.device)
     low, high = torch.aminmax(values)  # one pass, exact, and without memory for a mask; NaN is handed on
     return torch.isfinite(low) & torch.isfinite(high)
-
-
-def _reducible_in_place(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
-    """Whether the gradient's memory can be sent as it is: same order of elements as on other ranks, nobody else's
-    memory, no graph of its own.
-    """
-    return (
-        gradient.layout == torch.strided
-        and not gradient.requires_grad
-        and gradient.stride() == parameter.stride()
-        and is_dense(gradient)
-        and gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
-    )
-
-
-def _flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as one row; collectives want it contiguous."""
-    if tensor.is_sparse or tensor.is_contiguous():
-        return tensor
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -23,8 +23,8 @@ mod streams;
 
 pub use balance::{Cost, balance};
 pub use bucket::{
-    Buckets, Phase, Readiness, agreed_order, assign_buckets, buckets_by_arrival, reduction_end,
-    verify_buckets,
+    Buckets, Marked, Phase, Readiness, agreed_order, assign_buckets, buckets_by_arrival, pieces,
+    reduction_end, verify_buckets,
 };
 pub use clock::clock_cycles;
 pub use error::{Error, Result};

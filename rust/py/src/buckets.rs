@@ -1,4 +1,4 @@
-//! Buckets: `assign_buckets`, `buckets_by_arrival`, `agreed_order`, `verify_buckets`, `reduction_end`.
+//! Buckets: `assign_buckets`, `buckets_by_arrival`, `agreed_order`, `verify_buckets`, `reduction_end`, `pieces`.
 
 use pyo3::prelude::*;
 
@@ -80,4 +80,12 @@ pub fn reduction_end(
 ) -> PyResult<f64> {
     let sizes = integers("the size of the bucket", sizes)?;
     torchrelay_core::reduction_end(&sizes, &ready, latency, per_byte).map_err(to_py)
+}
+
+/// Divides the members of a bucket into those that are taken into it together.
+#[pyfunction]
+#[pyo3(signature = (sizes, *, alone, together))]
+pub fn pieces(sizes: &Bound<'_, PyAny>, alone: i64, together: i64) -> PyResult<Vec<Vec<usize>>> {
+    let sizes = integers("the size of the gradient", sizes)?;
+    torchrelay_core::pieces(&sizes, alone, together).map_err(to_py)
 }

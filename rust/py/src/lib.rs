@@ -22,7 +22,9 @@ mod _core {
     #[pymodule_export]
     use crate::balance::balance;
     #[pymodule_export]
-    use crate::buckets::{agreed_order, assign_buckets, buckets_by_arrival, reduction_end, verify_buckets};
+    use crate::buckets::{
+        agreed_order, assign_buckets, buckets_by_arrival, pieces, reduction_end, verify_buckets,
+    };
     #[pymodule_export]
     use crate::partition::verify_partition;
     #[pymodule_export]

@@ -15,6 +15,7 @@ struct Shared {
     tracker: Mutex<Tracker>,
     begin: Py<PyAny>,
     launch: Py<PyAny>,
+    fill: Option<Py<PyAny>>,
 }
 
 impl Shared {
@@ -27,8 +28,11 @@ impl Shared {
         if self.lock().phase() == Phase::Idle {
             self.begin.call0(py)?;
         }
-        let stop = self.lock().mark(index);
-        if let Some(stop) = stop {
+        let progress = self.lock().mark(index);
+        if let (Some(piece), Some(fill)) = (progress.piece, &self.fill) {
+            fill.call1(py, (piece,))?;
+        }
+        if let Some(stop) = progress.stop {
             self.launch.call1(py, (stop,))?;
         }
         Ok(())
@@ -38,23 +42,24 @@ impl Shared {
 /// Counts the gradients of a backward; see `torchrelay_core::Readiness`.
 ///
 /// `begin` is called at a backward's first gradient and shall call `start`; `launch` gets the number of buckets that may
-/// be launched by now. Both should refer to their owner weakly: the hooks live as long as the parameters.
+/// be launched by now; `fill`, the number of a piece that is complete. They should refer to their owner weakly: the hooks live as long as the parameters.
 #[pyclass(frozen, module = "torchrelay._core")]
 pub struct Readiness(Arc<Shared>);
 
 #[pymethods]
 impl Readiness {
     #[new]
-    #[pyo3(signature = (parameters, buckets, *, begin, launch))]
+    #[pyo3(signature = (parameters, buckets, *, begin, launch, fill=None))]
     #[allow(clippy::needless_pass_by_value)] // what pyo3 converts is owned
     fn new(
         parameters: usize,
         buckets: Vec<Vec<usize>>,
         begin: Py<PyAny>,
         launch: Py<PyAny>,
+        fill: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let tracker = Mutex::new(Tracker::new(parameters, &buckets).map_err(to_py)?);
-        Ok(Self(Arc::new(Shared { tracker, begin, launch })))
+        Ok(Self(Arc::new(Shared { tracker, begin, launch, fill })))
     }
 
     /// The hook for one parameter.
@@ -69,8 +74,9 @@ impl Readiness {
     }
 
     /// Opens a backward.
-    fn start(&self, reduce: bool) {
-        self.0.lock().start(reduce);
+    #[pyo3(signature = (reduce, *, hold=false))]
+    fn start(&self, reduce: bool, hold: bool) {
+        self.0.lock().start(reduce, hold);
     }
 
     /// Counts a gradient, as the parameter's hook does.
@@ -115,6 +121,12 @@ impl Readiness {
     #[allow(clippy::needless_pass_by_value)] // what pyo3 converts is owned
     fn rearrange(&self, buckets: Vec<Vec<usize>>) -> PyResult<()> {
         self.0.lock().rearrange(&buckets).map_err(to_py)
+    }
+
+    /// Divides the buckets into pieces.
+    #[allow(clippy::needless_pass_by_value)] // what pyo3 converts is owned
+    fn divide(&self, pieces: Vec<Vec<usize>>) -> PyResult<()> {
+        self.0.lock().divide(&pieces).map_err(to_py)
     }
 
     /// Parameters in the order in which their gradients arrived in this backward.

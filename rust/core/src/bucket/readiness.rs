@@ -9,14 +9,16 @@
 //!    went without a gradient) travels with it. Who wants it earlier may ask, once every parameter has been marked.
 //! 3. Finishing a reducing backward releases every bucket that is left; a counting one (no reduction was asked for)
 //!    releases none.
-//! 4. A parameter marked again after its bucket was released is late: what was sent lacks a gradient. Every late
-//!    parameter is reported at the end of that backward.
+//! 4. A parameter marked again after its bucket was released, or its piece was complete, is late: what was taken lacks a
+//!    gradient. Every late parameter is reported at the end of that backward.
 //! 5. A parameter is used in a window if it was marked in a finished backward since the last reducing one, or in this.
 //! 6. An abandoned backward leaves no trace, except what it taught (7).
-//! 7. The first backward, and each after one that marked a parameter twice, releases everything at the end; so a model
-//!    in which a parameter's gradient arrives in pieces is never late twice, and mostly never once.
+//! 7. The first backward, each after one that marked a parameter twice, and one that is held, releases everything at the
+//!    end; so a model in which a parameter's gradient arrives in pieces is never late twice, and mostly never once.
 //! 8. The order in which the gradients of a backward arrived is known until it is closed. Other buckets may take the place
-//!    of the tracker's between two backwards; nothing else that it knows changes by that.
+//!    of the tracker's; nothing else that it knows changes by that.
+//! 9. A bucket may be divided into pieces. A piece is complete, once in a backward, when every parameter of it has been
+//!    marked, unless everything is released at the end (7); so before its bucket is released, if that is not at the end.
 
 use crate::error::{Error, Result};
 
@@ -31,11 +33,21 @@ pub enum Phase {
     Reducing,
 }
 
+/// What a gradient has made possible.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Marked {
+    /// The piece that is complete by it.
+    pub piece: Option<usize>,
+    /// The number of buckets that may be launched by now, if that number has grown.
+    pub stop: Option<usize>,
+}
+
 /// The tracker: see the module's text for what it keeps to.
 #[derive(Debug, Clone)]
 pub struct Readiness {
     bucket_of: Vec<usize>,
     sizes: Vec<usize>,
+    pieces: Pieces,
     phase: Phase,
     marked: Vec<bool>,
     carried: Vec<bool>,
@@ -45,6 +57,7 @@ pub struct Readiness {
     arrival: Vec<usize>,
     repeated: bool,
     observed: bool,
+    held: bool,
 }
 
 impl Readiness {
@@ -53,12 +66,13 @@ impl Readiness {
     /// # Errors
     /// [`Error::NotAPartition`] unless each of the parameters `0..parameters` is in exactly one bucket.
     pub fn new(parameters: usize, buckets: &[Vec<usize>]) -> Result<Self> {
-        let bucket_of = inverse(parameters, buckets)?;
+        let bucket_of = inverse("buckets", parameters, buckets)?;
         let sizes: Vec<_> = buckets.iter().map(Vec::len).collect();
         Ok(Self {
             bucket_of,
             left: sizes.clone(),
             sizes,
+            pieces: Pieces::default(),
             phase: Phase::Idle,
             marked: vec![false; parameters],
             carried: vec![false; parameters],
@@ -67,18 +81,43 @@ impl Readiness {
             arrival: Vec::with_capacity(parameters),
             repeated: false,
             observed: false,
+            held: false,
         })
     }
 
-    /// Puts other buckets in the place of these, for the same parameters. A backward that is open is forgotten.
+    /// Puts other buckets in the place of these, for the same parameters, undivided. Of a backward that is open, what has
+    /// arrived stays known; what was released is not.
     ///
     /// # Errors
     /// [`Error::NotAPartition`], as for [`Readiness::new`]; then nothing has changed.
     pub fn rearrange(&mut self, buckets: &[Vec<usize>]) -> Result<()> {
-        self.bucket_of = inverse(self.parameters(), buckets)?;
+        self.bucket_of = inverse("buckets", self.parameters(), buckets)?;
         self.sizes = buckets.iter().map(Vec::len).collect();
         self.left.clone_from(&self.sizes);
-        self.reset();
+        for parameter in &self.arrival {
+            let left = self.bucket_of.get(*parameter).and_then(|&bucket| self.left.get_mut(bucket));
+            if let Some(left) = left {
+                *left -= 1;
+            }
+        }
+        self.released = 0;
+        self.pieces = Pieces::default();
+        Ok(())
+    }
+
+    /// Divides the buckets, or some of them, into pieces, until they are rearranged. In a backward that is open, those
+    /// pieces count as incomplete whose parameters have all arrived.
+    ///
+    /// # Errors
+    /// [`Error::NotAPartition`] if a parameter is in several pieces, or there is none of that number; then nothing has
+    /// changed.
+    pub fn divide(&mut self, pieces: &[Vec<usize>]) -> Result<()> {
+        let piece_of = groups_of("pieces", self.parameters(), pieces)?;
+        let sizes: Vec<_> = pieces.iter().map(Vec::len).collect();
+        self.pieces = Pieces { piece_of, left: sizes.clone(), complete: vec![false; sizes.len()], sizes };
+        for &parameter in &self.arrival {
+            self.pieces.count(parameter);
+        }
         Ok(())
     }
 
@@ -94,42 +133,44 @@ impl Readiness {
 
     /// Whether all buckets of this backward are released at its end (7).
     pub fn deferred(&self) -> bool {
-        !self.observed || self.repeated
+        !self.observed || self.repeated || self.held
     }
 
-    /// Opens a backward. `reduce` says whether it ends with the reduction.
-    pub fn start(&mut self, reduce: bool) {
+    /// Opens a backward. `reduce` says whether it ends with the reduction, `hold` that nothing is released before (7).
+    pub fn start(&mut self, reduce: bool, hold: bool) {
         self.reset();
+        self.held = hold;
         self.phase = if reduce { Phase::Reducing } else { Phase::Counting };
     }
 
-    /// Notes that a parameter's gradient has arrived. Returns the number of buckets that may be launched by now, if that
-    /// number has grown. Outside a backward, and for an unknown parameter, nothing happens.
-    pub fn mark(&mut self, parameter: usize) -> Option<usize> {
-        let bucket = *self.bucket_of.get(parameter)?;
+    /// Notes that a parameter's gradient has arrived. Outside a backward, and for an unknown parameter, nothing happens.
+    pub fn mark(&mut self, parameter: usize) -> Marked {
+        let nothing = Marked::default();
+        let Some(&bucket) = self.bucket_of.get(parameter) else { return nothing };
+        let Some(marked) = self.marked.get_mut(parameter) else { return nothing };
         if self.phase == Phase::Idle {
-            return None;
+            return nothing;
         }
-        let marked = self.marked.get_mut(parameter)?;
         if *marked {
             self.repeated = true;
-            if bucket < self.released && !self.late.contains(&parameter) {
+            let gone = bucket < self.released || self.pieces.is_complete(parameter);
+            if gone && !self.late.contains(&parameter) {
                 self.late.push(parameter);
             }
-            return None;
+            return nothing;
         }
         *marked = true;
         self.arrival.push(parameter);
         if let Some(left) = self.left.get_mut(bucket) {
             *left -= 1;
         }
-        self.advance()
+        if self.phase != Phase::Reducing || self.deferred() {
+            return nothing;
+        }
+        Marked { piece: self.pieces.mark(parameter), stop: self.advance() }
     }
 
     fn advance(&mut self) -> Option<usize> {
-        if self.phase != Phase::Reducing || self.deferred() {
-            return None;
-        }
         let before = self.released;
         while self.released + 1 < self.left.len() && self.left.get(self.released) == Some(&0) {
             self.released += 1;
@@ -196,27 +237,73 @@ impl Readiness {
 
     fn reset(&mut self) {
         self.phase = Phase::Idle;
+        self.held = false;
         self.marked.fill(false);
         self.left.copy_from_slice(&self.sizes);
+        self.pieces.reset();
         self.released = 0;
         self.late.clear();
         self.arrival.clear();
     }
 }
 
-/// The bucket of each parameter.
-fn inverse(parameters: usize, buckets: &[Vec<usize>]) -> Result<Vec<usize>> {
-    let mut bucket_of = vec![None; parameters];
-    for (bucket, members) in buckets.iter().enumerate() {
+/// The pieces of the buckets; none at all if they were not divided.
+#[derive(Debug, Clone, Default)]
+struct Pieces {
+    piece_of: Vec<Option<usize>>,
+    sizes: Vec<usize>,
+    left: Vec<usize>,
+    complete: Vec<bool>,
+}
+
+impl Pieces {
+    /// Counts a parameter; returns its piece if that is complete by it. A backward that became deferred (7) midway does
+    /// not get here any more, so what it has not completed by then stays incomplete.
+    fn mark(&mut self, parameter: usize) -> Option<usize> {
+        let (piece, left) = self.count(parameter)?;
+        if left > 0 {
+            return None;
+        }
+        *self.complete.get_mut(piece)? = true;
+        Some(piece)
+    }
+
+    /// Counts a parameter; returns its piece and how many are left of that.
+    fn count(&mut self, parameter: usize) -> Option<(usize, usize)> {
+        let piece = self.piece_of.get(parameter).copied().flatten()?;
+        let left = self.left.get_mut(piece)?;
+        *left -= 1;
+        Some((piece, *left))
+    }
+
+    fn is_complete(&self, parameter: usize) -> bool {
+        let piece = self.piece_of.get(parameter).copied().flatten();
+        piece.and_then(|piece| self.complete.get(piece)).copied().unwrap_or(false)
+    }
+
+    fn reset(&mut self) {
+        self.left.copy_from_slice(&self.sizes);
+        self.complete.fill(false);
+    }
+}
+
+/// The group of each parameter, where each is in one.
+fn inverse(what: &'static str, parameters: usize, groups: &[Vec<usize>]) -> Result<Vec<usize>> {
+    let found = groups_of(what, parameters, groups)?;
+    let checked = |(index, group): (usize, Option<usize>)| group.ok_or(Error::NotAPartition { what, index });
+    found.into_iter().enumerate().map(checked).collect()
+}
+
+/// The group of each parameter, where none is in two.
+fn groups_of(what: &'static str, parameters: usize, groups: &[Vec<usize>]) -> Result<Vec<Option<usize>>> {
+    let mut group_of = vec![None; parameters];
+    for (group, members) in groups.iter().enumerate() {
         for &member in members {
-            match bucket_of.get_mut(member) {
-                Some(slot @ None) => *slot = Some(bucket),
-                _ => return Err(Error::NotAPartition { what: "buckets", index: member }),
+            match group_of.get_mut(member) {
+                Some(slot @ None) => *slot = Some(group),
+                _ => return Err(Error::NotAPartition { what, index: member }),
             }
         }
     }
-    let checked = |(index, bucket): (usize, Option<usize>)| {
-        bucket.ok_or(Error::NotAPartition { what: "buckets", index })
-    };
-    bucket_of.into_iter().enumerate().map(checked).collect()
+    Ok(group_of)
 }
