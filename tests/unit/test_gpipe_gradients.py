@@ -1,11 +1,13 @@
 """Whatever is asked of autograd over a GPipe is answered as over the plain module, or refused."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from gpipe_support import Call, assert_close, assert_same_gradients, assert_same_step, loss_of, mlp, rows, split
 from torch import Tensor, nn
+from torchrelay import GPipe
 
 
 def pair(executor, balance=(2, 2, 2), chunks=3):
@@ -398,3 +400,40 @@ def test_the_caller_may_keep_a_gradient(executor):
     for _ in range(2):
         model(rows(5, 3)).sum().backward()
     assert_close(list(given), copies)
+
+
+class Penalised(nn.Module):
+    """Follows the gradient of a function of its input, which it differentiates in its forward; from some call on."""
+
+    def __init__(self, start: int = 0) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()
+        self.start, self.calls = start, 0
+
+    def forward(self, value):
+        self.calls += 1
+        if self.calls <= self.start:
+            return self.inner(value)
+        with torch.enable_grad():
+            leaf = value.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.inner(leaf).square().sum(), leaf, create_graph=True)
+        return value + gradient
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_layers_that_differentiate_in_their_forward(executor, checkpoint):
+    module = nn.Sequential(nn.Linear(3, 3).double(), Penalised(), nn.Linear(3, 3).double())
+    model = GPipe(
+        copy.deepcopy(module), [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint, executor=executor
+    )
+    for _ in range(2):
+        assert_same_step(module, model, lambda: rows(6, 3, requires_grad=True))
+
+
+def test_a_layer_that_differentiates_in_its_forward_later_on_works_from_the_next_step_on(executor):
+    module = nn.Sequential(nn.Linear(3, 3).double(), Penalised(start=1))
+    model = GPipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="always", executor=executor)
+    with pytest.raises(RuntimeError, match=r"did not do so in its first one.*checkpoint=\"never\""):
+        model(rows(6, 3))
+    model(rows(6, 3)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -9,7 +9,7 @@ from torch import nn
 from torchrelay import GPipe
 from torchrelay.runtime import generators
 from torchrelay.runtime.generators import Source, Turn
-from torchrelay.runtime.recompute import checkpointed, is_checkpointing
+from torchrelay.runtime.recompute import InnerBackwards, checkpointed, is_checkpointing
 
 
 def test_a_turn_is_given_back_though_its_end_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def test_a_checkpointed_forward_leaves_no_hooks_behind(place: str, monkeypatch: 
     if place == "exit of the hooks":
         monkeypatch.setattr(torch.autograd.graph.saved_tensors_hooks, "__exit__", interrupt)
     with torch.no_grad(), pytest.raises(KeyboardInterrupt):
-        checkpointed(interrupt if place == "task" else lambda: None)
+        checkpointed(interrupt if place == "task" else lambda: None, InnerBackwards())
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     assert top is None or top(True) is None
     assert not is_checkpointing()

@@ -16,6 +16,7 @@ from torchrelay.runtime.lanes import Lanes
 from torchrelay.runtime.pipeline import Pipeline
 from torchrelay.runtime.programs import Programs
 from torchrelay.runtime.randomness import RandomnessWatch
+from torchrelay.runtime.recompute import InnerBackwards
 from torchrelay.runtime.recording import Recorder, is_profiling
 from torchrelay.runtime.skips import SkipRoutes
 from torchrelay.runtime.step import run_step
@@ -122,6 +123,7 @@ class GPipe(nn.Module):
         )
         self._lanes = Lanes([f"torchrelay-lane-{partition.index}" for partition in self.plan.partitions])
         self._watches = [BufferWatch(partition) for partition in self.partitions]
+        self._inner = [InnerBackwards() for _ in self.partitions]
         self._randomness = RandomnessWatch()
         self._routes = SkipRoutes.of(self.plan.skips, len(self.plan.partitions))
         self._streams = Streams.of(self.devices)
@@ -158,6 +160,7 @@ class GPipe(nn.Module):
             list(self.partitions),
             self.devices,
             self._watches,
+            self._inner,
             self._randomness,
             self._routes,
             lanes,

@@ -14,6 +14,7 @@ from torchrelay.runtime.executor import Phase
 from torchrelay.runtime.lanes import Lanes
 from torchrelay.runtime.order import Order
 from torchrelay.runtime.randomness import RandomnessWatch
+from torchrelay.runtime.recompute import InnerBackwards
 from torchrelay.runtime.recording import Recorder
 from torchrelay.runtime.skips import SkipRoutes
 from torchrelay.runtime.streams import Streams
@@ -32,6 +33,7 @@ class Pipeline(NamedTuple):
     modules: Sequence[nn.Module]
     devices: Sequence[torch.device]
     buffers: Sequence[BufferWatch]
+    inner: Sequence[InnerBackwards]
     randomness: RandomnessWatch
     skips: SkipRoutes
     lanes: Lanes | None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["Determinism", "checkpointed", "is_checkpointing", "is_recomputing", "recomputed"]
+__all__ = ["Determinism", "InnerBackwards", "checkpointed", "is_checkpointing", "is_recomputing", "recomputed"]
 
 T = TypeVar("T")
 
@@ -47,26 +47,59 @@ def is_recomputing() -> bool:
     return _state.recomputing
 
 
-def _never(_: None) -> Tensor:
-    raise RuntimeError(
-        "a layer differentiates in the forward of a checkpointed micro-batch, in which nothing is saved for a "
-        'backward: use checkpoint="never"'
-    )
+class InnerBackwards:
+    """Whether the layers of a partition differentiate within their own forward, as for a gradient penalty.
+
+    Then what they save has to be kept until their forward is over. The first forward of all shows it, which keeps
+    everything for so long; what is found out is kept from step to step.
+    """
+
+    def __init__(self) -> None:
+        self.happen: bool | None = None  # not known yet
 
 
-def checkpointed(task: Callable[[], T]) -> T:
+class _Saved:
+    """What a layer saves for its backward, while its forward lasts."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+
+
+def checkpointed(task: Callable[[], T], inner: InnerBackwards) -> T:
     """Run a forward that is to be recomputed.
 
     Grad mode stays on, so that layers take the same way as in the recomputation and outputs say whether they require
-    gradients; what they save is dropped.
-    """
+    gradients; what they save is dropped, if they do not differentiate themselves.
 
-    def drop(_: Tensor) -> None:
-        """What a layer saves for its backward is not kept. One function for each task, so that it is known again."""
+    Raises:
+        RuntimeError: they do, but did not in their first forward.
+    """
+    keeps, kept = inner.happen is not False, []
+
+    def drop(tensor: Tensor) -> _Saved | None:
+        """What a layer saves goes with its forward. One function for each task, so that it is known again."""
+        if not keeps:
+            return None
+        kept.append(saved := _Saved(tensor))
+        return saved
+
+    def take(saved: _Saved | None) -> Tensor:
+        inner.happen = True
+        if saved is None or saved.tensor is None:
+            raise RuntimeError(
+                "a layer differentiates in the forward of a checkpointed micro-batch, but did not do so in its first "
+                "one, so that nothing was saved for it: from the next step on there will be. Or use "
+                'checkpoint="never"'
+            )
+        return saved.tensor
 
     before = _state.checkpointing, torch.is_grad_enabled()
 
     def restore() -> None:
+        for saved in kept:
+            saved.tensor = None
         _state.checkpointing = before[0]
         torch._C._set_grad_enabled(before[1])
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -75,8 +108,10 @@ def checkpointed(task: Callable[[], T]) -> T:
 
     def run() -> T:
         _state.checkpointing = True
-        with torch.enable_grad(), saved_tensors_hooks(drop, _never):
-            return task()
+        with torch.enable_grad(), saved_tensors_hooks(drop, take):
+            result = task()
+        inner.happen = bool(inner.happen)
+        return result
 
     return _restored(run, restore)
 

@@ -66,9 +66,9 @@ class _Step:
         self._recomputed = programs.recomputed if grad else frozenset()
         self._skips = StepSkips(pipeline.skips)
         self._tasks = [
-            PartitionTasks(module, device, watch, self._skips.of(j), grad=grad, first=j == 0)
-            for j, (module, device, watch) in enumerate(
-                zip(pipeline.modules, pipeline.devices, pipeline.buffers, strict=True)
+            PartitionTasks(module, device, watch, inner, self._skips.of(j), grad=grad, first=j == 0)
+            for j, (module, device, watch, inner) in enumerate(
+                zip(pipeline.modules, pipeline.devices, pipeline.buffers, pipeline.inner, strict=True)
             )
         ]
         self._serially = pipeline.is_serial()

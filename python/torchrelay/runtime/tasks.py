@@ -18,7 +18,7 @@ from torchrelay.runtime.engine import Root, gradients, root
 from torchrelay.runtime.gradients import GradientSum
 from torchrelay.runtime.parameters import trainable
 from torchrelay.runtime.plain_cut import PlainCut, is_write_on_leaf
-from torchrelay.runtime.recompute import checkpointed, recomputed
+from torchrelay.runtime.recompute import InnerBackwards, checkpointed, recomputed
 from torchrelay.runtime.skips import PartitionSkips, SkipGradients
 from torchrelay.runtime.values import TENSOR, Spec, flatten, unflatten
 
@@ -54,6 +54,7 @@ class PartitionTasks:
         module: nn.Module,
         device: torch.device,
         watch: BufferWatch,
+        inner: InnerBackwards,
         skips: PartitionSkips | None,
         *,
         grad: bool,
@@ -70,6 +71,7 @@ class PartitionTasks:
         self._given: dict[int, Sequence[Any]] = {}  # of the first partition: what the layers got of the caller's memory
         self._writes_on_input = False
         self._watch = watch
+        self._inner = inner
         self._buffers: StepBuffers  # from the first micro-batch on, if it is to be recomputed
         self._plain_cut: PlainCut | None = None  # unless it is possible
 
@@ -237,7 +239,7 @@ class PartitionTasks:
         self._buffers.before_forward(i)
         given = Input(leaves, self._device, popped=0 if self._skips is None else self._skips.popped)
         self._note_given(i, given.given)
-        outputs, output_spec = checkpointed(lambda: self._run(given.given, spec))
+        outputs, output_spec = checkpointed(lambda: self._run(given.given, spec), self._inner)
         given.tell_writes()
         self._buffers.after_forward(i)
         if i == 0:
@@ -262,7 +264,7 @@ class PartitionTasks:
         cut, given = plain.cut(leaf)
         known = version(given)
         self._buffers.before_forward(i)
-        output = checkpointed(lambda: self._called_plainly(i, cut, given))
+        output = checkpointed(lambda: self._called_plainly(i, cut, given), self._inner)
         self._buffers.after_forward(i)
         if version(given) != known:
             raise _lost_input(i)
