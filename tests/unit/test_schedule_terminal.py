@@ -76,6 +76,22 @@ def test_bars_are_as_long_as_the_costs_say() -> None:
     assert schedule.draw(80, costs=small) == schedule.draw(80, costs=costs)
 
 
+def test_numbers_are_shown_where_the_colour_is_the_kind() -> None:
+    schedule = schedules.make("zb_h1", ranks=4, microbatches=8)
+    assert "F" in schedule.draw(80).splitlines()[0], "labels would need 81 columns"
+    rows = coloured(schedule, 80).plain.splitlines()
+    simulation = schedule.simulate()
+    for rank in range(4):
+        expected = ["."] * int(simulation.makespan)
+        for action, start, _ in simulation.spans(rank):
+            expected[int(start)] = str(action.microbatch)
+        assert rows[rank] == f"rank {rank} |" + "".join(expected)
+    assert "(a number is a micro-batch, a character one unit)" in rows
+    # What is too narrow for its number has none, what is wide enough has all of it.
+    long = coloured(schedules.make("1f1b", ranks=1, microbatches=12), 45, Costs(1, 1, 1)).plain.splitlines()[0]
+    assert long == "rank 0 |" + "".join(f"{i}{i} " if i < 10 else f" {i}" for i in range(12))
+
+
 def test_a_bar_that_lasts_for_several_columns_is_one() -> None:
     text = coloured(schedules.make("1f1b", ranks=1, microbatches=1), 80, Costs(1, 1, 1))
     assert text.plain.splitlines()[0] == "rank 0 | F0 B0   "

@@ -403,8 +403,8 @@ fn picture<'py>(
     py.import(format!("torchrelay.planning.pictures.{module}"))?.getattr(function)?.call1(arguments)
 }
 
-/// A row of a picture in parts: what stands before it, and its cells with the kinds of action that they show.
-type TextRow = (String, Vec<(String, Option<&'static str>)>);
+/// A row of a picture in parts: what stands before it, and its cells with the actions that they show.
+type TextRow = (String, Vec<(String, Option<Action>)>);
 
 /// The parts of a picture of text, for who gives them colours: its rows; what to know about it; and how many cells there
 /// are for a character, where they are letters, or 0.
@@ -419,7 +419,7 @@ pub fn text_picture(
     let (schedule, costs) = (schedule.get(), costs.map(|costs| &costs.get().0));
     let picture = py.detach(|| schedule.0.text_picture(costs, width, per_character)).map_err(to_py)?;
     let row = |row: core::TextRow| {
-        let cells = row.cells.into_iter().map(|cell| (cell.text, cell.kind.map(core::Kind::text)));
+        let cells = row.cells.into_iter().map(|cell| (cell.text, cell.action.map(Action)));
         (row.head, cells.collect())
     };
     Ok((picture.rows.into_iter().map(row).collect(), picture.notes, picture.per_character))

@@ -9,12 +9,12 @@ from operator import itemgetter
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from torchrelay._core import Costs, Schedule, text_picture
+from torchrelay._core import Action, Costs, Schedule, text_picture
 from torchrelay.planning.pictures.kinds import COLOURS, NAMES
 
 __all__ = ["Coloured", "coloured", "draw"]
 
-_Cell = tuple[str, str | None]  # what is printed, and the kind of action that it shows
+_Cell = tuple[str, Action | None]  # what is printed, and the action that it shows
 
 
 def draw(schedule: Schedule, width: int | None, costs: Costs | None, colour: bool | None) -> str:
@@ -43,19 +43,27 @@ class Coloured:
 
 
 def coloured(schedule: Schedule, width: int, costs: Costs | None = None) -> Text:
-    """The picture with colours, `width` characters wide at most. A character shows two moments where space is short."""
+    """The picture with colours, `width` characters wide at most.
+
+    Where labels do not fit, the colour alone is the kind, and numbers of micro-batches have room; where not even these
+    fit, a character shows two moments.
+    """
     rows, notes, per_character = text_picture(schedule, costs, width, 2)
     text = Text(no_wrap=True)
     for head, cells in rows:
         text.append(head, "dim")
-        text.append_text(_labelled(cells) if per_character == 0 else _blocks(cells, per_character))
+        paint = (_labelled, _numbered, _halves)[per_character]
+        text.append_text(paint(cells))
         text.append("\n")
-    shown = [kind for kind in NAMES if any(cell[1] == kind for _, cells in rows for cell in cells)]
+    there = {_kind(cell) for _, cells in rows for cell in cells}
+    shown = [kind for kind in NAMES if kind in there]
     for kind in shown:
         text.append(f" {kind} ", f"black on {COLOURS[kind]}")
         text.append(f" {NAMES[kind]}  ")
     text.append("\n" if shown else "")
-    text.append("\n".join(notes).replace("a letter is", "a character is"), "dim")
+    said = {1: "a number is a micro-batch, a character", 2: "too wide for numbers: a character is"}
+    meant = said.get(per_character, "")
+    text.append("\n".join(notes).replace("too wide for numbers: a letter is", meant), "dim")
     return text
 
 
@@ -64,21 +72,33 @@ def _labelled(cells: Sequence[_Cell]) -> Text:
     text = Text()
     before: _Cell = ("", None)
     for cell in cells:
-        label, kind = cell
+        label, action = cell
         gap, label = label[:1], label[1:]
-        style = _on(kind)
+        style = _on(_kind(cell))
         text.append(gap, style if cell == before else "")
         # The first of a bar says what it is.
-        text.append(" " * len(label) if cell == before and kind else label, style or "dim")
+        text.append(" " * len(label) if cell == before and action else label, style or "dim")
         before = cell
     return text
 
 
-def _blocks(cells: Sequence[_Cell], per_character: int) -> Text:
-    """A character for each, or for two: then its left half shows the first of them."""
-    kinds = [kind for _, kind in cells] + [None]
-    halves = pairwise(kinds) if per_character == 2 else ((kind, kind) for kind in kinds[:-1])
-    characters = (_character(left, right) for left, right in islice(halves, 0, None, per_character))
+def _numbered(cells: Sequence[_Cell]) -> Text:
+    """A character for each; a bar has its micro-batch's number if there is room."""
+    text = Text()
+    for action, run in groupby(action for _, action in cells):
+        length = len(list(run))
+        if action is None:
+            text.append("." * length, "dim")
+            continue
+        number = "" if action.microbatch is None else str(action.microbatch)
+        text.append((number if len(number) <= length else "").ljust(length), _on(action.kind))
+    return text
+
+
+def _halves(cells: Sequence[_Cell]) -> Text:
+    """A character for every two: its left half shows the first of them."""
+    kinds = [*map(_kind, cells), None]
+    characters = (_character(left, right) for left, right in islice(pairwise(kinds), 0, None, 2))
     text = Text()
     for style, run in groupby(characters, key=itemgetter(1)):
         text.append("".join(character for character, _ in run), style)
@@ -92,6 +112,11 @@ def _character(left: str | None, right: str | None) -> tuple[str, str]:
     if left is None:
         return "▐", _colour(right)
     return "▌", _colour(left) + (f" on {_colour(right)}" if right else "")
+
+
+def _kind(cell: _Cell) -> str | None:
+    action = cell[1]
+    return None if action is None else action.kind
 
 
 def _on(kind: str | None) -> str:

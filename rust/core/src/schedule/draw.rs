@@ -46,13 +46,13 @@ pub struct TextRow {
 pub struct TextCell {
     /// What is printed.
     pub text: String,
-    /// What is done; `None` if nothing.
-    pub kind: Option<Kind>,
+    /// What is done; `None` if nothing. Of several actions, the first of those kinds that are done for longest.
+    pub action: Option<Action>,
 }
 
 impl TextCell {
     fn idle(text: impl Into<String>) -> Self {
-        Self { text: text.into(), kind: None }
+        Self { text: text.into(), action: None }
     }
 }
 
@@ -201,7 +201,7 @@ impl Schedule {
             let (from, to) = (columns_until(bar.start / unit), columns_until(bar.end / unit));
             let text = format!(" {:>width$}", self.label(bar.action));
             for cell in cells.iter_mut().take(to).skip(from) {
-                *cell = TextCell { text: text.clone(), kind: Some(bar.action.kind()) };
+                *cell = TextCell { text: text.clone(), action: Some(bar.action) };
             }
         }
         cells
@@ -256,8 +256,8 @@ fn number(value: f64) -> String {
 
 /// A letter per `scale` of time: what most of it is, the earliest if there is as much of others.
 fn letters(row: &Row, count: usize, scale: f64, end: f64) -> Vec<TextCell> {
-    // The kinds of each column, and how long they last in it.
-    let mut found: Vec<Vec<(Kind, f64)>> = vec![Vec::new(); count];
+    // The first action of each kind in each column, and how long the kind lasts in it.
+    let mut found: Vec<Vec<(Action, f64)>> = vec![Vec::new(); count];
     for bar in row {
         // A sum that is not exact must not reach into the next column.
         let first = columns_until((bar.start / scale + 1e-6).floor());
@@ -267,21 +267,21 @@ fn letters(row: &Row, count: usize, scale: f64, end: f64) -> Vec<TextCell> {
                 break;
             }
             let within = bar.end.min(right) - bar.start.max(left);
-            match kinds.iter_mut().find(|(kind, _)| *kind == bar.action.kind()) {
+            match kinds.iter_mut().find(|(action, _)| action.kind() == bar.action.kind()) {
                 Some((_, length)) => *length += within,
-                None => kinds.push((bar.action.kind(), within)),
+                None => kinds.push((bar.action, within)),
             }
         }
     }
-    let most = |(index, kinds): (usize, Vec<(Kind, f64)>)| {
+    let most = |(index, kinds): (usize, Vec<(Action, f64)>)| {
         let busy: f64 = kinds.iter().map(|(_, length)| length).sum();
         let idle = (end - as_float(index) * scale).min(scale) - busy;
         // The last of the largest is taken, hence in reverse.
         let best = kinds.into_iter().rev().max_by(|a, b| a.1.total_cmp(&b.1));
         match best.filter(|(_, length)| *length + 1e-9 * scale >= idle) {
-            Some((kind, _)) => {
-                let letter = kind.text().chars().next().unwrap_or(IDLE);
-                TextCell { text: letter.into(), kind: Some(kind) }
+            Some((action, _)) => {
+                let letter = action.kind().text().chars().next().unwrap_or(IDLE);
+                TextCell { text: letter.into(), action: Some(action) }
             }
             None => TextCell::idle(IDLE),
         }
