@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpipe_support import keeps_less_memory
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torchrelay import GPipe
@@ -91,7 +92,9 @@ def predicted(model: GPipe, checkpoint: str, j: int) -> list[int]:
 modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 
 
-@modes
+@pytest.mark.parametrize(
+    "checkpoint", ["always", *(pytest.param(mode, marks=keeps_less_memory) for mode in ("except_last", "never"))]
+)
 def test_what_is_alive_at_each_action_is_what_the_plan_holds(checkpoint: str, executor: str) -> None:
     model = pipeline(checkpoint, executor)
     for _ in range(2):  # nothing of a step is there in the next

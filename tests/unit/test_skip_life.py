@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from gpipe_support import rows
+from gpipe_support import keeps_less_memory, rows
 from skip_support import Call, Join, Leave
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -69,7 +69,10 @@ def model_of(watch, balance, **options):
     return GPipe(layers, balance, devices=["cpu"] * len(balance), executor="serial", **options) if balance else layers
 
 
-@pytest.mark.parametrize("balance", [None, [6], [2, 2, 2], [1] * 6])
+@pytest.mark.parametrize(
+    "balance",
+    [None, [6], pytest.param([2, 2, 2], marks=keeps_less_memory), pytest.param([1] * 6, marks=keeps_less_memory)],
+)
 def test_freed_when_the_popping_layer_is_done(balance):
     watch = Watch()
     model = model_of(watch, balance, **({"checkpoint": "never"} if balance else {}))
@@ -198,6 +201,7 @@ def test_a_model_that_lost_its_popping_layer_keeps_one_skip_at_most():
     assert all(memory.expired() for memory in watch.memories)
 
 
+@keeps_less_memory
 def test_the_stashed_tensor_itself_is_let_go():
     seen = []
 

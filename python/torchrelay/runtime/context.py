@@ -45,16 +45,15 @@ def _saved_tensor_hooks() -> Any:
 
 
 def _probe_saved_tensor_hooks() -> Any:
-    """For a torch that cannot be asked (2.6): whether a tensor that is saved has hooks; which ones, it does not say."""
-    with torch.inference_mode(False), torch.enable_grad():
-        output = torch.zeros(
-            (), requires_grad=True, device="cpu"
-        ).exp()  # kept until the end: what is saved goes with it
-        saved = output.grad_fn._raw_saved_result  # type: ignore[union-attr]
-    try:
-        saved.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    except RuntimeError:  # it has hooks
+    """For a torch that cannot be asked (2.6): it refuses to disable hooks where some are, but does not say which."""
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
         return _UNKNOWN
+    try:
+        torch._C._autograd._saved_tensors_hooks_disable("")
+    except RuntimeError:
+        return _UNKNOWN
+    finally:
+        torch._C._autograd._saved_tensors_hooks_enable()
     return None
 
 

@@ -76,10 +76,12 @@ def checkpointed(task: Callable[[], T], inner: InnerBackwards) -> T:
     Raises:
         RuntimeError: they do, but did not in their first forward.
     """
-    keeps, kept = inner.happen is not False, []
+    keeps, kept, calls, has_left = inner.happen is not False, [], 0, False
 
     def drop(tensor: Tensor) -> _Saved | None:
         """What a layer saves goes with its forward. One function for each task, so that it is known again."""
+        nonlocal calls
+        calls += 1
         if not keeps:
             return None
         kept.append(saved := _Saved(tensor))
@@ -102,14 +104,26 @@ def checkpointed(task: Callable[[], T], inner: InnerBackwards) -> T:
             saved.tensor = None
         _state.checkpointing = before[0]
         torch._C._set_grad_enabled(before[1])
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-        if top is not None and (hooks := top(True)) is not None and hooks[0] is drop:
+        if not has_left and is_active():
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
+    def is_active() -> bool:
+        """After an interruption: whether the hooks are still there."""
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        if top is not None:
+            hooks = top(True)
+            return hooks is not None and hooks[0] is drop
+        asked = calls  # torch 2.6 does not tell; but whatever is saved asks them
+        with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+            torch.zeros((), requires_grad=True, device="cpu").exp()
+        return calls > asked
+
     def run() -> T:
+        nonlocal has_left
         _state.checkpointing = True
         with torch.enable_grad(), saved_tensors_hooks(drop, take):
             result = task()
+        has_left = True
         inner.happen = bool(inner.happen)
         return result
 
