@@ -12,6 +12,7 @@ import json
 import math
 import time
 import typing
+from collections.abc import Callable
 
 from torchrelay.data_parallel.waiting import Watch
 from torchrelay.errors import CommHookError, ReductionError
@@ -34,11 +35,13 @@ class HookFailures:
     """What is known of the failures of one wrapper's hook.
 
     Attributes:
+        alarm: What else a rank that waits looks for.
         left_waiting: Whether it has failed on other ranks in this backward, and this one has waited for it.
     """
 
     def __init__(self, watch: Watch) -> None:
         self.left_waiting = False
+        self.alarm: Callable[[], object] | None = None
         self._watch = watch
         self._attempt = 0
         self._topic = ""
@@ -72,6 +75,8 @@ class HookFailures:
         Raises:
             CommHookError: The hook has failed on other ranks in this backward, at that bucket or before.
         """
+        if self.alarm is not None:
+            self.alarm()
         # A rank calls the hook of a bucket when that of the one before is through; so its failure keeps back nothing of
         # earlier ones. Where a rank has given up waiting, the others at that bucket do so as well before long.
         failed = [

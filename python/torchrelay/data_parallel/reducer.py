@@ -40,6 +40,7 @@ from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.finalization import Unfinished
 from torchrelay.data_parallel.gradient_hooks import GradientHooks
 from torchrelay.data_parallel.launching import begin
+from torchrelay.data_parallel.modes import Mode, Modes
 from torchrelay.data_parallel.overflow import Overflow
 from torchrelay.data_parallel.parameters import Inventory
 from torchrelay.data_parallel.replicas import Replicas
@@ -48,7 +49,7 @@ from torchrelay.data_parallel.storage import BucketStorage, DenseStorage
 from torchrelay.data_parallel.uneven import Round
 from torchrelay.data_parallel.waiting import Place, Watch, Work
 from torchrelay.data_parallel.weights import Part, Scale, Share
-from torchrelay.errors import CommHookError, ReductionError
+from torchrelay.errors import CommHookError, RankMismatchError, ReductionError
 from torchrelay.planning.bucket_plan import Bucket, BucketPlan
 
 __all__ = ["Reducer"]
@@ -70,6 +71,7 @@ class Reducer:
         watch: What waits for them.
         as_views: Whether gradients become views of the buckets' memory.
         hook: What is called for a bucket in place of the average, if anything.
+        modes: How the ranks go about a backward, if there was a reducer before this one.
         replicas: The module's replicas in this process, if it has any besides itself.
         replan: Makes the plan anew for an order of arrival and the seconds that a backward takes by itself, as soon as
             these are known; None: the plan stays.
@@ -93,6 +95,7 @@ class Reducer:
         *,
         as_views: bool,
         hook: CommHook | None = None,
+        modes: Modes | None = None,
         replicas: Replicas | None = None,
         replan: Callable[[list[int], float], BucketPlan] | None = None,
         always: bool = False,
@@ -111,6 +114,10 @@ class Reducer:
         self.backwards = 0
         self._hook = hook
         self._overflow = Overflow(dist.get_rank(group), dist.get_world_size(group))
+        self.modes = Modes(watch, dist.get_rank(group), Mode()) if modes is None else modes
+        watch.alarm = _weakly(self.modes.look)
+        if hook is not None:
+            hook.failures.alarm = watch.alarm
         self._share: Part | None = None
         self._round: Round | None = None
         self._by_live = False
@@ -261,6 +268,7 @@ class Reducer:
                 self._check_round()
             if self._hook is not None and self.enabled:
                 self._hook.begin()
+            common, mismatch = self.modes.common, self._meet() if self.enabled else None
             backward = _Backward(self)
             Variable._execution_engine.queue_callback(backward)
             self._reducing = self.enabled
@@ -268,7 +276,13 @@ class Reducer:
             self._bare = frozenset()
             self._muted = False
             self._finished = False
-            self._share = self._part() if self._reducing else None
+            if mismatch is None:
+                self._share = self._part() if self._reducing else None
+            else:
+                # Others go on as before, and what they wait for is sent as this backward fails; unless they are not
+                # there, or have another hook, which sends other things.
+                self._muted = not isinstance(mismatch, RankMismatchError) or common.hook != self._mode.hook
+                self._share = self._weigh(0) if common.weighted and not self._muted else None
             if self._replan is not None:
                 self._began = time.perf_counter()
             if self._reducing and self._replan is None:
@@ -277,6 +291,23 @@ class Reducer:
             # the reducer's own was called, unless such a hook may be there to finalize.
             hold = self._replan is not None or not (self.manual or self._hooks.are_last())
             self._readiness.start(self._reducing, hold=hold)
+            if mismatch is not None:
+                try:
+                    raise mismatch
+                finally:  # the error holds this frame, which must not hold what notices the end of this backward
+                    del mismatch, backward
+
+    @property
+    def _mode(self) -> Mode:
+        return Mode(self.weight is not None, None if self._hook is None else self._hook.name)
+
+    def _meet(self) -> ReductionError | None:
+        """What there is to say if the other ranks go about this backward in another way."""
+        try:
+            self.modes.begin(self._mode, self.backwards)
+        except ReductionError as error:
+            return error
+        return None
 
     def _open(self) -> None:
         if not self._storage:
@@ -389,6 +420,9 @@ class Reducer:
         try:
             storage.send(self._average, self._share)
         except Exception as error:
+            if isinstance(error, RankMismatchError):  # while it waited for the others' weights, with nothing sent
+                self._launched -= 1
+                raise
             if self._hook is None:
                 raise self._failure("could not be sent", storage.bucket, error) from error
             if sent is not None and sent == self._watch.sent:
@@ -430,12 +464,12 @@ class Reducer:
         """What fails in it leaves nothing of this backward behind."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._readiness.abandon()
             if self._replicas is not None:
                 self._replicas.drop()
-            if self._hook is not None and not self._muted:
-                if self._hook.failures.left_waiting:
+            if (self._hook is not None or isinstance(error, RankMismatchError)) and not self._muted:
+                if self._hook is not None and self._hook.failures.left_waiting:
                     self._mute(self._hook, self.plan.buckets[-1])
                 elif self._launched < len(self._storage):
                     self._send_rest()
@@ -589,14 +623,14 @@ class Reducer:
             if storage.was_finite is not None:
                 self._finite[place] = storage.was_finite
         self._storage[-1].send_tail(self._average)
-        self._watch.alarm = hook.failures.look
+        alarm, self._watch.alarm = self._watch.alarm, hook.failures.look
         try:
             self._wait(self._storage[-1])
         except Exception:
             if problem is None:
                 raise
         finally:
-            self._watch.alarm = None
+            self._watch.alarm = alarm
         if problem is not None:  # the first one is what there is to tell
             raise problem
 
@@ -656,7 +690,7 @@ class Reducer:
         try:
             index = storage.bucket.index
             storage.wait(self._watch, Place(self.backwards, index, f"bucket {index} of backward {self.backwards}"))
-        except CommHookError:  # says all there is to say
+        except (CommHookError, RankMismatchError):  # they say all there is to say
             raise
         except Exception as error:
             raise self._failure("did not come through", storage.bucket, error) from error

@@ -65,7 +65,7 @@ class Watch:
         self._label = label
         self._store = _store(group)
         self._group = group
-        self.alarm: Callable[[], None] | None = None
+        self.alarm: Callable[[], object] | None = None
 
     def wait(self, work: Work, device: torch.device, place: Place) -> None:
         """Returns when the work is done; an accelerator's is done when its stream comes to it.

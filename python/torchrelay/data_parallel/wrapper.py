@@ -502,8 +502,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             return None
         return Replicas(self.module, self._devices, output_place(self.output_device, self._devices), self.dim)
 
-    def _connect(self, inventory: Inventory) -> None:
-        """Makes the plan and what carries it out; asks nothing of other ranks."""
+    def _connect(self, inventory: Inventory, before: Reducer | None = None) -> None:
+        """Makes the plan and what carries it out, in the place of another; asks nothing of other ranks."""
         self._inventory = inventory
         if self._replicas is not None:
             self._replicas.refresh()  # there may be other parameters than before
@@ -524,6 +524,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 self._watch,
                 as_views=self.gradient_as_bucket_view,
                 hook=self._comm_hook,
+                modes=None if before is None else before.modes,
                 replicas=self._replicas,
                 replan=replan,
                 always=self._auto,
@@ -608,7 +609,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         before = self._reducer
         if before is not None:
             before.close()
-        self._connect(inventory)
+        self._connect(inventory, before)
         if before is not None and self._reducer is not None:
             self._reducer.follow(before)
 
