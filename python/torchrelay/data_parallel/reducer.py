@@ -716,10 +716,12 @@ class Reducer:
         the others send.
         """
         with self._lock, torch.no_grad():
-            if self._reducing and self._replan is not None:
+            if self._muted:
+                pass
+            elif self._reducing and self._replan is not None:
                 with contextlib.suppress(Exception):  # the caller has the first error already
                     _, self._farewell = self._tell_order([], 0.0, failed=True)
-            elif self._reducing and not self._muted:
+            elif self._reducing:
                 self._send_rest()
                 self._adrift = list(self._storage)
             self._readiness.abandon()
