@@ -5,7 +5,7 @@ there each time.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -117,7 +117,7 @@ def check(module: nn.Sequential, sample: Any, device: torch.device) -> None:
 
 def each_layer(
     module: nn.Sequential, sample: Any, device: torch.device, waiting: dict[tuple[int, Key], Any]
-) -> Iterator[ProfiledLayer]:
+) -> Generator[ProfiledLayer, None, None]:
     """A copy of each layer of `module`, on `device`; before the next is asked for, its outputs have to be kept.
 
     Args:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -17,25 +17,37 @@ from torchrelay.runtime.boundary import wants_grad
 __all__ = ["profile_times"]
 
 
+_PASSES = 3
+"""How many times the layers are gone through, so that a machine that was busy, or slow to wake up, for a part of the
+time does not make some of them look expensive."""
+
+
 def profile_times(module: nn.Sequential, sample: Any, timeout: float, device: torch.device) -> list[float]:
     """The seconds that forward and backward of each layer take: the median of as many runs as there is time for.
 
-    A layer's first run warms it up and does not count. A second one does, however long it takes; apart from that all
-    together take no longer than `timeout` seconds, of which each layer has an equal part of what those before left.
+    In each pass over the layers, a layer's first run warms it up and does not count. In the first pass a second one
+    does, however long it takes; apart from that all together take no longer than `timeout` seconds, of which each pass
+    and each layer have an equal part of what those before left.
     """
-    times: list[float] = []
+    runs: list[list[float]] = [[] for _ in module]
     deadline = time.perf_counter() + timeout
-    layers = shown(each_layer(module, sample, device, {}), len(module), "measuring layers")
+    layers = shown(_passes(module, sample, device, deadline), _PASSES * len(module), "measuring layers")
     with put_back(device), closing(layers):
-        for layer in layers:
-            until = time.perf_counter() + (deadline - time.perf_counter()) / (len(module) - len(times))
+        for turn, layer in enumerate(layers):
+            until = time.perf_counter() + (deadline - time.perf_counter()) / (_PASSES * len(module) - turn)
+            own = runs[turn % len(module)]
             with layer.told():
                 layer.keep(_measured(layer, device)[1])
-                runs: list[float] = []
-                while not runs or time.perf_counter() + runs[-1] <= until:
-                    runs.append(_measured(layer, device)[0])
-            times.append(statistics.median(runs))
-    return times
+                while not own or time.perf_counter() + own[-1] <= until:
+                    own.append(_measured(layer, device)[0])
+    return [statistics.median(own) for own in runs]
+
+
+def _passes(module: nn.Sequential, sample: Any, device: torch.device, deadline: float) -> Iterator[ProfiledLayer]:
+    for turn in range(_PASSES):
+        if turn == 0 or time.perf_counter() < deadline:
+            with closing(each_layer(module, sample, device, {})) as layers:
+                yield from layers
 
 
 def _measured(layer: ProfiledLayer, device: torch.device) -> tuple[float, Sequence[Any]]:
