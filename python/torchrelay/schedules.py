@@ -6,7 +6,8 @@ A schedule is a plain value. Make one by name or from explicit actions, then ver
     schedule.verify()
     print(schedule.draw())
     print(schedule.simulate(torchrelay.schedules.Costs(forward=1, input_grad=1, weight_grad=1)).bubble_rate)
-    Path("schedule.csv").write_text(schedule.lower().to_csv())  # for torch.distributed.pipelining
+    schedule.save("schedule.html")  # a picture to zoom and point at
+    schedule.lower().save("schedule.csv")  # for torch.distributed.pipelining
 """
 
 from torchrelay._core import Action, Costs, Found, Schedule, Simulation

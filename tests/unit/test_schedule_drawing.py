@@ -286,7 +286,7 @@ def test_what_cannot_be_drawn() -> None:
         with pytest.raises(PlanError, match="the costs are too large"):
             draw(Costs(1e308, 1e308, 1e308))
     large = schedules.make("gpipe", ranks=1, microbatches=500_001)
-    with pytest.raises(PlanError, match="1000002 actions cannot be drawn, at most 1000000"):
+    with pytest.raises(PlanError, match="1000002 actions are too many for this picture, at most 1000000 are not"):
         large.to_svg()
     assert large.draw(80).startswith("rank 0 |FFFF")
     with pytest.raises(PlanError, match="the width is -1, but must not be negative"):

@@ -93,7 +93,9 @@ def scene(schedule: Schedule, costs: Costs | None) -> Scene:
     """
     count = sum(len(schedule.actions(rank)) for rank in range(schedule.ranks))
     if count > _MOST:
-        raise PlanError(f"{count} actions cannot be drawn, at most {_MOST}; draw() can")
+        raise PlanError(
+            f"{count} actions are too many for this picture, at most {_MOST} are not; that of text has no limit"
+        )
     simulation = schedule.simulate(costs)
     if not all(map(math.isfinite, (simulation.makespan, *simulation.peak_memory))):
         raise PlanError("the costs are too large: their sum is no number any more")
