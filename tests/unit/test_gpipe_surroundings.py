@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import contextvars
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,9 +11,12 @@ import pytest
 import torch
 from gpipe_support import Call, assert_close, assert_same_gradients, assert_same_step, loss_of, mlp, rows, split
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from torchrelay import GPipe
 from torchrelay.runtime.engine import STARTS_FROM_EDGES
 
 pytestmark = pytest.mark.timeout(60)
@@ -332,3 +336,43 @@ def test_a_pipeline_within_a_pipeline(executor, inner_executor, place):
         assert_same_step(module, outer, lambda: rows(7, 3, requires_grad=True))
     with torch.no_grad():
         assert_close(outer(rows(7, 3)), module(rows(7, 3)))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_flop_counter_counts_what_it_counts_of_the_plain_module(executor, checkpoint):
+    module = mlp(3, 4, 4, 2)
+    model = GPipe(
+        copy.deepcopy(module), [2, 2, 2], devices=["cpu"] * 3, chunks=3, checkpoint=checkpoint, executor=executor
+    )
+
+    def flops(each):
+        with FlopCounterMode(display=False) as counter:
+            each(rows(6, 3, requires_grad=True)).square().sum().backward()
+        return counter.get_total_flops()
+
+    def forward(each):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            each(rows(6, 3))
+        return counter.get_total_flops()
+
+    again = forward(module) if checkpoint == "always" else 0
+    for _ in range(2):
+        assert flops(model) == flops(module) + again
+    assert_same_gradients(model, module)
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [("never", "a second time"), ("always", r"parametrize\.cached\(\) keeps")],
+    ids=["never", "always"],
+)
+def test_a_weight_that_is_computed_once_for_all_micro_batches_is_refused(executor, mode, told):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()
+    parametrize.register_parametrization(module[0], "weight", nn.Tanh())
+    model = GPipe(module, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode, executor=executor)
+    with parametrize.cached():
+        loss = loss_of(model(rows(4, 3)))
+        with pytest.raises(RuntimeError, match=told):
+            loss.backward()
+    loss_of(model(rows(4, 3))).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

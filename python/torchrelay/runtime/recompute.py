@@ -88,6 +88,12 @@ def checkpointed(task: Callable[[], T], inner: InnerBackwards) -> T:
         return saved
 
     def take(saved: _Saved | None) -> Tensor:
+        if has_left:
+            raise RuntimeError(
+                "a backward leads through something that a layer computed in a checkpointed forward and used again "
+                "later, say a weight that parametrize.cached() keeps: nothing was saved for it. Let the layer compute "
+                'it anew each time, or use checkpoint="never"'
+            )
         inner.happen = True
         if saved is None or saved.tensor is None:
             raise RuntimeError(
