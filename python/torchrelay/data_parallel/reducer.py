@@ -27,7 +27,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from torchrelay.data_parallel.averaging import Averager
 from torchrelay.data_parallel.collections_paused import collections_paused
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.finalization import Unfinished
+from torchrelay.data_parallel.fused import step_fused
 from torchrelay.data_parallel.gradient_hooks import GradientHooks
 from torchrelay.data_parallel.launching import begin
 from torchrelay.data_parallel.modes import Mode, Modes
@@ -83,6 +84,7 @@ class Reducer:
         weight: How much this rank counts in those, if ranks differ in that; None on all ranks, or on none.
         joining: Whether ranks may run out of batches; each forward is announced by `expect` then.
         manual: Whether backwards are finalized by the user.
+        fused: Parameters whose optimizers take their step at the end of a reduced backward.
         backwards: How many reduced backwards have been completed.
     """
 
@@ -111,6 +113,7 @@ class Reducer:
         self.weight: float | None = None
         self.joining = False
         self.manual = False
+        self.fused: Sequence[torch.Tensor] = ()
         self.backwards = 0
         self._hook = hook
         self._overflow = Overflow(dist.get_rank(group), dist.get_world_size(group))
@@ -591,6 +594,8 @@ class Reducer:
         self._write_back(self._bare.union(self._unused()))
         self.backwards += 1
         self._unreduced = 0
+        if self.fused:
+            step_fused(self.fused)
 
     def _write_back(self, unused: frozenset[int]) -> None:
         untouched: frozenset[int] = frozenset()

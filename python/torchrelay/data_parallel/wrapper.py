@@ -21,6 +21,8 @@ from torchrelay.data_parallel.broadcast import BufferSync, broadcast_from
 from torchrelay.data_parallel.collections_paused import collections_paused
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.finalization import guard_steps
+from torchrelay.data_parallel.fused import known_hooks, take_over
+from torchrelay.data_parallel.groups import found_again, hand_group, saved_ranks, without_group
 from torchrelay.data_parallel.link import measure_link
 from torchrelay.data_parallel.logging_data import logging_data
 from torchrelay.data_parallel.options import checked_auto, chosen_devices, forward_sync, output_place, refuse_missing
@@ -165,6 +167,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._given_plan = plan
         self.device_mesh = device_mesh
         self.process_group = _group(process_group, device_mesh)
+        hand_group(module, self.process_group)
         self._timeout = timeout
         self._watch = self._new_watch()
         with collections_paused():
@@ -254,6 +257,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._reducer.weight = self._weight
             self._reducer.manual = self._manual
             self._guard_steps()
+
+    def _take_over(self) -> None:
+        """Optimizers that take their step within the backward."""
+        self._known_hooks = known_hooks()
+        if self._reducer is not None:
+            self._reducer.fused = take_over(self._inventory.tensors)
 
     def _guard_steps(self) -> None:
         """While backwards are finalized by hand, optimizers of torch's are watched."""
@@ -533,6 +542,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             else None
         )
         self._tell_reducer()
+        self._take_over()
 
     def _prepare(self) -> None:
         """What a training forward needs beforehand."""
@@ -543,6 +553,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             )
         if self._inventory.outdated():
             self._connect_anew()
+        if known_hooks() != self._known_hooks:
+            self._take_over()
         if self._sends_buffers():
             self._sync_buffers(0, self._backwards)
 
@@ -635,15 +647,20 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __getstate__(self) -> dict[str, typing.Any]:
         gone = {"_reducer", "_inventory", "_sync_buffers", "process_group", "device_mesh", "_comm_hook", "_watch"}
         gone |= {"_replicas", "_guard"}
-        return {name: value for name, value in self.__dict__.items() if name not in gone}
+        state = {name: value for name, value in self.__dict__.items() if name not in gone}
+        state["_modules"] = {"module": without_group(self.module, self.process_group)}
+        state["_ranks"] = saved_ranks(self.process_group)
+        return state
 
     def __setstate__(self, state: dict[str, typing.Any], group: dist.ProcessGroup | None = None) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        ranks = state.get("_ranks")
+        super().__setstate__({name: value for name, value in state.items() if name != "_ranks"})  # type: ignore[no-untyped-call]
         Joinable.__init__(self)
         self._guard = None
         self._comm_hook = None  # its state may hold a process group, which cannot be saved
         self.device_mesh = None
-        self.process_group = _group(group, None)
+        self.process_group = found_again(ranks) if group is None else group
+        hand_group(self.module, self.process_group)
         self._watch = self._new_watch()
         self._replicas = self._replicate()
         self._connect(take_inventory(self.module, self.parameters_to_ignore))
@@ -683,18 +700,11 @@ def _group(group: dist.ProcessGroup | None, mesh: "DeviceMesh | None") -> dist.P
     if mesh is not None:
         if mesh.ndim != 1:
             raise ValueError(
-                f"a device mesh of one dimension is needed, but this one has {mesh.ndim}: pass a slice of it"
+                f"a device mesh of one dimension is needed, but this one has {mesh.ndim}: pass a slice of it, as "
+                'mesh["dp"] for the dimension named "dp"'
             )
         return mesh.get_group()
-    if group is not None:
-        return group
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "there is no process group: call torch.distributed.init_process_group first (torchrun sets what it reads)"
-        )
-    default = dist.group.WORLD
-    assert default is not None
-    return default
+    return found_again(None) if group is None else group
 
 
 def _moved(values: typing.Any, device: torch.device) -> typing.Any:
