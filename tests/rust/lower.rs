@@ -210,3 +210,43 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn lanes_of_one_process_copy() {
+    let schedule = Schedule::from_csv("by hand", "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n").unwrap();
+    let lowered = schedule.lower(Lowering { copies: true, ..Lowering::default() }).unwrap();
+    let csv = "0F0,0F1,0COPY_B0,0WAIT_COPY_B0,0B0,0COPY_B1,0WAIT_COPY_B1,0B1,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n\
+               1COPY_F0,1WAIT_COPY_F0,1F0,1COPY_F1,1B0,1WAIT_COPY_F1,1F1,1B1,1REDUCE_GRAD,1WAIT_REDUCE_GRAD\n";
+    assert_eq!(lowered.to_csv(), csv);
+    assert_eq!(lowered.verify(), Ok(()));
+    let read = Schedule::from_json(&lowered.to_json().unwrap()).unwrap();
+    assert_eq!(read, lowered);
+    assert_eq!(lowered.computations().unwrap().to_csv(), schedule.to_csv());
+    let error = lowered.lower(Lowering::default()).unwrap_err();
+    assert_eq!(error, Error::Lowered { what: "what is copied" });
+    let costs = Costs { transfer: 0.5.into(), ..Costs::default() };
+    let (before, after) = (schedule.simulate(&costs).unwrap(), lowered.simulate(&costs).unwrap());
+    assert_eq!((before.makespan(), before.peak_memory()), (after.makespan(), after.peak_memory()));
+    // Each refusal by its rule.
+    let table = [
+        (
+            "1WAIT_COPY_F1,1F1",
+            "1F1,1WAIT_COPY_F1",
+            "1F1 (rank 1, position 5) needs 1WAIT_COPY_F1, which comes later",
+        ),
+        ("1COPY_F1,", ",", "1COPY_F1 is missing on rank 1"),
+        ("0COPY_B1,", "0COPY_B1,0COPY_B1,", "0COPY_B1 (rank 0, position 6): done already at position 5"),
+        ("1F0,", "1F0,1COPY_B0,", "1COPY_B0 (rank 1, position 3): there is no stage after"),
+        (
+            "0F0,",
+            "0F0,0SEND_F0,",
+            "0COPY_B0 (rank 0, position 3): results are sent and received in this schedule",
+        ),
+        ("0F0,0F1,0COPY_B0", "0COPY_B0,0F0,0F1", "deadlock: 0COPY_B0 (rank 0, position 0) waits for 1B0"),
+    ];
+    for (right, wrong, message) in table {
+        let changed = Schedule::from_csv("changed", &csv.replacen(right, wrong, 1)).unwrap();
+        let error = changed.verify().unwrap_err().to_string();
+        assert!(error.starts_with(message), "{error}");
+    }
+}

@@ -91,6 +91,7 @@ struct Simulator<'a> {
     schedule: &'a Schedule,
     placement: Vec<usize>,
     explicit: bool,
+    copied: bool,
     done: HashSet<Action>,
     gathered: HashSet<usize>,
     sharded: HashSet<usize>,
@@ -124,12 +125,19 @@ impl Simulator<'_> {
         match wanted.kind() {
             Kind::Forward if s == 0 => true,
             Kind::Forward if self.explicit && !self.here(s, s - 1) => self.has(Kind::RecvForward, s, i),
+            Kind::Forward if self.copied && !self.here(s, s - 1) => self.has(Kind::WaitCopyForward, s, i),
             Kind::Forward => self.has(Kind::Forward, s - 1, i),
+            Kind::CopyForward => self.has(Kind::Forward, s - 1, i),
+            Kind::CopyBackward => self.has_grad(s + 1, i),
+            Kind::WaitCopyForward => self.has(Kind::CopyForward, s, i),
+            Kind::WaitCopyBackward => self.has(Kind::CopyBackward, s, i),
             Kind::Backward | Kind::InputGrad => {
                 let grad = if s == last {
                     true
                 } else if self.explicit && !self.here(s, s + 1) {
                     self.has(Kind::RecvBackward, s, i)
+                } else if self.copied && !self.here(s, s + 1) {
+                    self.has(Kind::WaitCopyBackward, s, i)
                 } else {
                     self.has_grad(s + 1, i)
                 };
@@ -231,6 +239,9 @@ const TRANSFERS: [Kind; 6] = [
     Kind::WaitSendBackward,
 ];
 
+const COPIES: [Kind; 4] =
+    [Kind::CopyForward, Kind::CopyBackward, Kind::WaitCopyForward, Kind::WaitCopyBackward];
+
 /// Whether there is as much of everything as there must be, all of it where it belongs.
 fn counts_are_right(schedule: &Schedule) -> bool {
     let placement: Vec<_> = schedule.placement().collect();
@@ -252,13 +263,18 @@ fn counts_are_right(schedule: &Schedule) -> bool {
     }
     let of = |kind, stage, microbatch| count.get(&(kind, stage, microbatch)).copied().unwrap_or_default();
     let explicit = TRANSFERS.iter().any(|kind| kinds.contains(kind));
+    let copied = COPIES.iter().any(|kind| kinds.contains(kind));
+    if explicit && copied {
+        return false;
+    }
     let waits = kinds.contains(&Kind::WaitSendForward) || kinds.contains(&Kind::WaitSendBackward);
     let backwards = usize::from(schedule.backward());
     for stage in 0..stages {
         for i in 0..m {
-            let to_next = explicit && stage + 1 < stages && placement[stage + 1] != placement[stage];
-            let to_last = explicit && stage > 0 && placement[stage - 1] != placement[stage];
-            let (to_next, to_last) = (usize::from(to_next), usize::from(to_last));
+            let to_next = stage + 1 < stages && placement[stage + 1] != placement[stage];
+            let to_last = stage > 0 && placement[stage - 1] != placement[stage];
+            let (copy_next, copy_last) = (usize::from(copied && to_next), usize::from(copied && to_last));
+            let (to_next, to_last) = (usize::from(explicit && to_next), usize::from(explicit && to_last));
             let wanted = [
                 (Kind::SendForward, to_next),
                 (Kind::RecvForward, to_last),
@@ -266,6 +282,10 @@ fn counts_are_right(schedule: &Schedule) -> bool {
                 (Kind::RecvBackward, to_next * backwards),
                 (Kind::WaitSendForward, to_next * usize::from(waits)),
                 (Kind::WaitSendBackward, to_last * backwards * usize::from(waits)),
+                (Kind::CopyForward, copy_last),
+                (Kind::WaitCopyForward, copy_last),
+                (Kind::CopyBackward, copy_next * backwards),
+                (Kind::WaitCopyBackward, copy_next * backwards),
                 (Kind::Forward, 1),
                 (Kind::WeightGrad, of(Kind::InputGrad, stage, i)),
             ];
@@ -298,6 +318,7 @@ fn can_be_carried_out(schedule: &Schedule) -> bool {
         schedule,
         placement: schedule.placement().collect(),
         explicit: all().any(|action| TRANSFERS.contains(&action.kind())),
+        copied: all().any(|action| COPIES.contains(&action.kind())),
         done: HashSet::new(),
         gathered: HashSet::new(),
         sharded: all().filter(|action| action.kind() == Kind::Unshard).map(|action| action.stage()).collect(),
@@ -317,6 +338,7 @@ fn random_valid(random: &mut Random) -> Parts {
     let m = 1 + random.below(3);
     let placement: Vec<usize> = (0..stages).map(|_| random.below(ranks)).collect();
     let (explicit, waits) = (random.coin(), random.coin());
+    let copied = !explicit && random.coin();
     let (backward, reduce, reduce_waits) = (random.below(5) > 0, random.coin(), random.coin());
     let mut lists = vec![Vec::new(); ranks];
     let mut missing_grads = vec![m; stages];
@@ -330,15 +352,25 @@ fn random_valid(random: &mut Random) -> Parts {
             let kind = [Kind::Backward, Kind::InputGrad, Kind::Recompute][random.below(3)];
             action(kind, s, i)
         };
+        let copied = |t: usize| copied && placement[s] != placement[t];
         let over = |t: usize| explicit && placement[s] != placement[t];
         match chosen.kind() {
             Kind::Forward if s + 1 < stages && over(s + 1) => open.push(action(Kind::SendForward, s, i)),
+            Kind::Forward if s + 1 < stages && copied(s + 1) => {
+                open.push(action(Kind::CopyForward, s + 1, i))
+            }
+            Kind::CopyForward => open.push(action(Kind::WaitCopyForward, s, i)),
+            Kind::WaitCopyForward => open.push(action(Kind::Forward, s, i)),
+            Kind::CopyBackward => open.push(action(Kind::WaitCopyBackward, s, i)),
+            Kind::WaitCopyBackward => open.push(backward_of(s)),
             Kind::Forward if s + 1 < stages => open.push(action(Kind::Forward, s + 1, i)),
             Kind::Forward if backward => open.push(backward_of(s)),
             Kind::Recompute => open.push(action(Kind::Backward, s, i)),
             Kind::Backward | Kind::InputGrad => {
                 if s > 0 && over(s - 1) {
                     open.push(action(Kind::SendBackward, s, i));
+                } else if s > 0 && copied(s - 1) {
+                    open.push(action(Kind::CopyBackward, s - 1, i));
                 } else if s > 0 {
                     open.push(backward_of(s - 1));
                 }
@@ -399,11 +431,11 @@ fn valid(random: &mut Random) -> Parts {
     let Ok(schedule) = maker.make(ranks, m, None) else { return random_valid(random) };
     let recompute = [Recompute::Never, Recompute::ExceptLast, Recompute::Always][random.below(3)];
     let unsharded = [None, Some(2), Some(3)][random.below(3)];
-    match random.below(3) {
+    let options = Lowering { recompute, unsharded, ..Lowering::default() };
+    match random.below(4) {
         0 => Parts::of(&schedule),
-        kind => Parts::of(
-            &schedule.lower(Lowering { waits: kind == 1, recompute, unsharded, merge: false }).unwrap(),
-        ),
+        1 => Parts::of(&schedule.lower(Lowering { copies: true, ..options }).unwrap()),
+        kind => Parts::of(&schedule.lower(Lowering { waits: kind == 2, ..options }).unwrap()),
     }
 }
 
@@ -541,6 +573,7 @@ fn the_verification_and_the_simulator_agree_on_random_changes() {
         "Misplaced",
         "Missing",
         "NoPeer",
+        "CopiedAndSent",
         "NoSuchMicrobatch",
         "NoSuchStage",
         "OutOfOrder",
@@ -579,8 +612,8 @@ fn whatever_can_be_carried_out_can_be_lowered() {
         let options = Lowering {
             waits: random.coin(),
             recompute: [Recompute::Never, Recompute::Always][random.below(2)],
-            unsharded: None,
-            merge: false,
+            copies: random.below(4) == 0,
+            ..Lowering::default()
         };
         match schedule.lower(options) {
             Ok(result) => {

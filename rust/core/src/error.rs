@@ -321,6 +321,12 @@ pub enum Error {
         /// Whether the neighbouring stage is on the same rank; else there is none.
         same_rank: bool,
     },
+    /// A copy where results are sent.
+    #[error("{at}: results are sent and received in this schedule, so that none is copied")]
+    CopiedAndSent {
+        /// The first copy, or wait for one.
+        at: At,
+    },
     /// A schedule that has been lowered before.
     #[error("the schedule says already {what}; lower its computations")]
     Lowered {
@@ -492,7 +498,11 @@ fn at_most(layers: usize) -> String {
 
 fn no_peer(kind: Kind, same_rank: bool) -> String {
     let which = match kind {
-        Kind::SendForward | Kind::RecvBackward | Kind::WaitSendForward => "after",
+        Kind::SendForward
+        | Kind::RecvBackward
+        | Kind::WaitSendForward
+        | Kind::CopyBackward
+        | Kind::WaitCopyBackward => "after",
         _ => "before",
     };
     if same_rank {

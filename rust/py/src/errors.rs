@@ -59,6 +59,7 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::WholeAndSplit { .. }
         | Error::UnexpectedBackward { .. }
         | Error::NoPeer { .. }
+        | Error::CopiedAndSent { .. }
         | Error::OverlapNeeds { .. }
         | Error::Sharded { .. }
         | Error::ShardedTwice { .. }

@@ -217,8 +217,9 @@ impl Schedule {
     /// `waits=False` leaves out waits for sends and reductions, which torch before 2.15 does not know. `recompute`
     /// (`"never"`, `"except_last"`, `"always"`) says which micro-batches are recomputed before their backward,
     /// `unsharded` how many of its stages a rank may hold unsharded at a time, if their weights are sharded. `merge` makes
-    /// a whole backward of every input's gradient that has the weights' gradients right behind it. Raises `ScheduleError` if the schedule cannot be carried out, `PlanError` if it has been lowered before.
-    #[pyo3(signature = (*, waits=true, recompute="never", unsharded=None, merge=false))]
+    /// a whole backward of every input's gradient that has the weights' gradients right behind it; `copies` has results copied between
+    /// lanes of one process instead of sent. Raises `ScheduleError` if the schedule cannot be carried out, `PlanError` if it has been lowered before.
+    #[pyo3(signature = (*, waits=true, recompute="never", unsharded=None, merge=false, copies=false))]
     fn lower(
         &self,
         py: Python<'_>,
@@ -226,10 +227,11 @@ impl Schedule {
         recompute: &str,
         unsharded: Option<&Bound<'_, PyAny>>,
         merge: bool,
+        copies: bool,
     ) -> PyResult<Self> {
         let recompute = recompute.parse().map_err(to_py)?;
         let unsharded = unsharded.map(|limit| count("the number of unsharded stages", limit)).transpose()?;
-        py.detach(|| self.0.lower(core::Lowering { waits, recompute, unsharded, merge }))
+        py.detach(|| self.0.lower(core::Lowering { waits, recompute, unsharded, merge, copies }))
             .map(Self)
             .map_err(|error| self.refused(error))
     }

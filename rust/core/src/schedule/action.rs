@@ -1,7 +1,7 @@
 //! What a rank can be told to do, in eight bytes, and how it is written.
 //!
 //! The text form is `{stage}{KIND}{microbatch}`, as in `2F5`: the one that `torch.distributed.pipelining` reads and
-//! writes, and `R`, a recomputation, which is ours. Reading is strict: `Display` and `FromStr` are each other's inverse,
+//! writes, and `R`, a recomputation, `COPY_F`, `COPY_B` and their waits, which are ours. Reading is strict: `Display` and `FromStr` are each other's inverse,
 //! and any other text is refused.
 
 use std::fmt;
@@ -60,6 +60,8 @@ impl Kind {
                 | Self::SendForward
                 | Self::RecvForward
                 | Self::WaitSendForward
+                | Self::CopyForward
+                | Self::WaitCopyForward
                 | Self::Unshard
                 | Self::Reshard
         )
@@ -89,6 +91,14 @@ kinds! {
     WaitSendForward "WAIT_SEND_F" true;
     /// Waits until the gradient has left.
     WaitSendBackward "WAIT_SEND_B" true;
+    /// Copies the input from where the stage before left it, on a stream beside the computation.
+    CopyForward "COPY_F" true;
+    /// Copies the output's gradient from where the next stage left it.
+    CopyBackward "COPY_B" true;
+    /// Makes the computation wait for the copy of the input.
+    WaitCopyForward "WAIT_COPY_F" true;
+    /// Makes the computation wait for the copy of the gradient.
+    WaitCopyBackward "WAIT_COPY_B" true;
     /// Gathers the stage's sharded weights.
     Unshard "UNSHARD" false;
     /// Drops what [`Kind::Unshard`] gathered.

@@ -49,9 +49,17 @@ const TRANSFERS: Kinds = Kinds::of(&[
     Kind::WaitSendForward,
     Kind::WaitSendBackward,
 ]);
+const COPIES: Kinds =
+    Kinds::of(&[Kind::CopyForward, Kind::CopyBackward, Kind::WaitCopyForward, Kind::WaitCopyBackward]);
 const SEND_WAITS: Kinds = Kinds::of(&[Kind::WaitSendForward, Kind::WaitSendBackward]);
-const FORWARDS: Kinds =
-    Kinds::of(&[Kind::Forward, Kind::SendForward, Kind::RecvForward, Kind::WaitSendForward]);
+const FORWARDS: Kinds = Kinds::of(&[
+    Kind::Forward,
+    Kind::SendForward,
+    Kind::RecvForward,
+    Kind::WaitSendForward,
+    Kind::CopyForward,
+    Kind::WaitCopyForward,
+]);
 
 /// Where a neighbouring stage is.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -108,6 +116,11 @@ impl<'a> Lists<'a> {
         self.used.meets(TRANSFERS)
     }
 
+    /// Whether it says when each result is copied.
+    pub(super) const fn copies(&self) -> bool {
+        self.used.meets(COPIES)
+    }
+
     fn new(schedule: &'a Schedule) -> Self {
         let all = || schedule.actions.iter().flatten();
         let used = all().fold(Kinds::default(), |used, action| used.with(Kinds(1 << action.kind() as u32)));
@@ -148,6 +161,9 @@ impl<'a> Lists<'a> {
         }
         if !schedule.backward && action.kind().of_backward() {
             return Err(Error::UnexpectedBackward { at });
+        }
+        if self.transfers() && COPIES.has(action.kind()) {
+            return Err(Error::CopiedAndSent { at });
         }
         if action.microbatch().is_none() {
             return self.verify_whole_step(at);
@@ -191,10 +207,10 @@ impl<'a> Lists<'a> {
             return Err(Error::Sharded { at });
         }
         match kind {
-            Kind::Forward => self.verify_input(at, stage.before, Kind::RecvForward),
+            Kind::Forward => self.verify_input(at, stage.before, [Kind::RecvForward, Kind::WaitCopyForward]),
             Kind::Backward | Kind::InputGrad => {
                 self.needs(at, &[Kind::Forward])?;
-                self.verify_input(at, stage.after, Kind::RecvBackward)
+                self.verify_input(at, stage.after, [Kind::RecvBackward, Kind::WaitCopyBackward])
             }
             Kind::WeightGrad => self.needs(at, &[Kind::InputGrad]),
             Kind::Recompute => {
@@ -212,8 +228,16 @@ impl<'a> Lists<'a> {
                 verify_peer(at, stage.before)?;
                 self.needs(at, &[Kind::Backward, Kind::InputGrad])
             }
-            Kind::RecvForward => verify_peer(at, stage.before),
-            Kind::RecvBackward => verify_peer(at, stage.after),
+            Kind::RecvForward | Kind::CopyForward => verify_peer(at, stage.before),
+            Kind::RecvBackward | Kind::CopyBackward => verify_peer(at, stage.after),
+            Kind::WaitCopyForward => {
+                verify_peer(at, stage.before)?;
+                self.needs(at, &[Kind::CopyForward])
+            }
+            Kind::WaitCopyBackward => {
+                verify_peer(at, stage.after)?;
+                self.needs(at, &[Kind::CopyBackward])
+            }
             Kind::WaitSendForward => {
                 verify_peer(at, stage.after)?;
                 self.needs(at, &[Kind::SendForward])
@@ -226,10 +250,12 @@ impl<'a> Lists<'a> {
         }
     }
 
-    /// What an action takes from a neighbouring stage: it has been computed on this rank, or received if anything is.
-    fn verify_input(&self, at: At, neighbour: Neighbour, receive: Kind) -> Result<()> {
+    /// What an action takes from a neighbouring stage: it has been computed on this rank; or received, or its
+    /// copy waited for, if anything is.
+    fn verify_input(&self, at: At, neighbour: Neighbour, [receive, wait]: [Kind; 2]) -> Result<()> {
         match neighbour {
             Neighbour::OtherRank if self.transfers() => self.needs(at, &[receive]),
+            Neighbour::OtherRank if self.copies() => self.needs(at, &[wait]),
             // What other ranks have computed is not for a single list to say.
             Neighbour::Nowhere | Neighbour::OtherRank => Ok(()),
             Neighbour::SameRank => {
@@ -347,6 +373,15 @@ impl<'a> Lists<'a> {
     /// What every micro-batch of a stage needs, but for its backward, which has two forms.
     fn always(&self, stage: Stage) -> Kinds {
         let mut kinds = Kinds::of(&[Kind::Forward]);
+        if self.copies() {
+            if stage.before == Neighbour::OtherRank {
+                kinds = kinds.with(Kinds::of(&[Kind::CopyForward, Kind::WaitCopyForward]));
+            }
+            if stage.after == Neighbour::OtherRank && self.schedule.backward {
+                kinds = kinds.with(Kinds::of(&[Kind::CopyBackward, Kind::WaitCopyBackward]));
+            }
+            return kinds;
+        }
         if !self.transfers() {
             return kinds;
         }

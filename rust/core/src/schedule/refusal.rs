@@ -37,6 +37,7 @@ impl Picture {
             | Error::Misplaced { at, .. }
             | Error::UnexpectedBackward { at }
             | Error::NoPeer { at, .. }
+            | Error::CopiedAndSent { at }
             | Error::Sharded { at }
             | Error::ShardedTwice { at } => picture.refuse(at),
             Error::OverMemory { at, .. } => {

@@ -17,11 +17,16 @@
 //!    other way round (rendezvous). It follows that between two ranks messages are received in the order in which they were
 //!    sent, and that invariant 4 holds where sends are buffered.
 //!
+//! Where several ranks are streams of one process, copies take the place of transfers:
+//!
+//! 7. If one result is copied, then every result that another rank needs is, once, after it was computed; the copy is
+//!    waited for once and later, before it is needed. No other is, and nothing is sent.
+//!
 //! What is done once a step follows the same pattern:
 //!
-//! 7. If one stage's gradients are reduced over its replicas, then every stage's are, once and after its last weight
+//! 8. If one stage's gradients are reduced over its replicas, then every stage's are, once and after its last weight
 //!    gradients; if one reduction is waited for, every one is, once and later.
-//! 8. A stage that is ever unsharded computes only between UNSHARD and RESHARD, which alternate and end with RESHARD.
+//! 9. A stage that is ever unsharded computes only between UNSHARD and RESHARD, which alternate and end with RESHARD.
 //!
 //! The first fault is reported, with its place. Every action costs constant time: tables with a place per pair, no search
 //! but for the message.
@@ -57,7 +62,7 @@ impl Schedule {
     ///
     /// # Errors
     /// The first fault: [`Error::NoSuchStage`], [`Error::NoSuchMicrobatch`], [`Error::Misplaced`], [`Error::Repeated`],
-    /// [`Error::WholeAndSplit`], [`Error::UnexpectedBackward`], [`Error::NoPeer`], [`Error::OutOfOrder`],
+    /// [`Error::WholeAndSplit`], [`Error::UnexpectedBackward`], [`Error::NoPeer`], [`Error::CopiedAndSent`], [`Error::OutOfOrder`],
     /// [`Error::OverlapNeeds`], [`Error::Sharded`], [`Error::Missing`], [`Error::MessageOrder`], [`Error::Deadlock`] or
     /// [`Error::Rendezvous`].
     pub fn verify(&self) -> Result<()> {

@@ -31,8 +31,8 @@ const INPUT_GRAD: u8 = 2;
 /// The stage, seen from an action's own, whose result the action needs, and which result.
 fn needs(action: Action, last_stage: u16) -> Option<(u16, u8)> {
     match action.kind() {
-        Kind::Forward => Some((action.narrow_stage().checked_sub(1)?, OUTPUT)),
-        Kind::Backward | Kind::InputGrad if action.narrow_stage() < last_stage => {
+        Kind::Forward | Kind::CopyForward => Some((action.narrow_stage().checked_sub(1)?, OUTPUT)),
+        Kind::Backward | Kind::InputGrad | Kind::CopyBackward if action.narrow_stage() < last_stage => {
             Some((action.narrow_stage() + 1, INPUT_GRAD))
         }
         _ => None,

@@ -16,9 +16,10 @@
 //!    send is waited for before the next one of its stage: of what was sent, two micro-batches are alive at most.
 //! 3. A stage's gradients are reduced once its last weight gradients are there (behind what is sent then, before the rank
 //!    receives or computes on). The reduction is waited for before the rank's next one, or at the end.
-//! 4. A recomputation is the last computation before its backward, and does not wait for the gradient.
-//! 5. The weights of sharded stages are gathered and dropped as `sharding.rs` says.
-//! 6. The time is linear in the number of actions, and what comes out passes [`Schedule::verify`].
+//! 4. A copy stands where a receive would, and nothing where a send would; it is waited for right before it is needed.
+//! 5. A recomputation is the last computation before its backward, and does not wait for the gradient.
+//! 6. The weights of sharded stages are gathered and dropped as `sharding.rs` says.
+//! 7. The time is linear in the number of actions, and what comes out passes [`Schedule::verify`].
 
 mod sharding;
 mod timing;
@@ -45,11 +46,13 @@ pub struct Lowering {
     /// Whether an input's gradient and the weights' gradients of its pair right behind it become one whole backward, which
     /// may take less time; but its gradient is sent only when all of it is done.
     pub merge: bool,
+    /// Whether results are copied, by streams beside the computation, instead of sent: where ranks are lanes of one process.
+    pub copies: bool,
 }
 
 impl Default for Lowering {
     fn default() -> Self {
-        Self { waits: true, recompute: Recompute::Never, unsharded: None, merge: false }
+        Self { waits: true, recompute: Recompute::Never, unsharded: None, merge: false, copies: false }
     }
 }
 
@@ -70,8 +73,12 @@ impl Schedule {
     /// Those of [`Schedule::verify`]; [`Error::Lowered`] if there are transfers already, or weights are gathered already
     /// and should be; [`Error::NotPositive`] and [`Error::PairSharded`] for too few unsharded stages.
     pub fn lower(&self, options: Lowering) -> Result<Self> {
-        if Lists::verified(self)?.transfers() {
+        let lists = Lists::verified(self)?;
+        if lists.transfers() {
             return Err(Error::Lowered { what: "what is sent and received" });
+        }
+        if lists.copies() {
+            return Err(Error::Lowered { what: "what is copied" });
         }
         // Always fits, being within the limit.
         let m = u32::try_from(self.microbatches).unwrap_or(u32::MAX);
@@ -86,7 +93,7 @@ impl Schedule {
             return sharding::unshard(self, limit)?.lower(Lowering { unsharded: None, ..options });
         }
         let timing = Timing::of(self)?;
-        let mut writer = Writer::new(self, &timing, options.waits);
+        let mut writer = Writer::new(self, &timing, options);
         for transfer in timing.transfers(self) {
             for (rank, end) in transfer.ends(self) {
                 writer.transfer(rank, transfer.time, end);

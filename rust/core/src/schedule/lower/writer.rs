@@ -2,6 +2,7 @@
 
 use super::super::Schedule;
 use super::super::action::{Action, Kind};
+use super::Lowering;
 use super::timing::Timing;
 
 /// A rank's list.
@@ -30,6 +31,7 @@ pub(super) struct Writer<'a> {
     schedule: &'a Schedule,
     timing: &'a Timing,
     waits: bool,
+    copies: bool,
     /// Whether the schedule does not say itself when to reduce.
     reduces: bool,
     lists: Vec<List>,
@@ -39,7 +41,7 @@ pub(super) struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    pub(super) fn new(schedule: &'a Schedule, timing: &'a Timing, waits: bool) -> Self {
+    pub(super) fn new(schedule: &'a Schedule, timing: &'a Timing, options: Lowering) -> Self {
         let is_reduction = |action: &Action| action.kind() == Kind::ReduceGrad;
         let list = |actions: &Vec<Action>| List {
             // What it computes is received, sent and waited for, at most.
@@ -53,7 +55,8 @@ impl<'a> Writer<'a> {
         Self {
             schedule,
             timing,
-            waits,
+            waits: options.waits,
+            copies: options.copies,
             reduces: !schedule.actions.iter().flatten().any(is_reduction),
             lists: schedule.actions.iter().map(list).collect(),
             stages: vec![Stage { missing: schedule.microbatches, sent: None }; schedule.stages()],
@@ -65,6 +68,13 @@ impl<'a> Writer<'a> {
     pub(super) fn transfer(&mut self, rank: usize, time: u32, end: Action) {
         self.compute_until(rank, Some(time));
         match end.kind() {
+            Kind::RecvForward if self.copies => {
+                self.push(rank, end.with(Kind::CopyForward, end.narrow_stage()));
+            }
+            Kind::RecvBackward if self.copies => {
+                self.push(rank, end.with(Kind::CopyBackward, end.narrow_stage()));
+            }
+            _ if self.copies => {}
             Kind::RecvForward | Kind::RecvBackward => {
                 self.reduce(rank);
                 self.push(rank, end);
@@ -96,6 +106,11 @@ impl<'a> Writer<'a> {
             list.next += 1 + usize::from(pair);
             list.next_pair += usize::from(pair);
             self.reduce(rank);
+            if self.copies {
+                for &action in entry {
+                    self.wait_for_copy(rank, action);
+                }
+            }
             if pair && let Some(list) = self.lists.get_mut(rank) {
                 list.overlaps.push(list.actions.len());
             }
@@ -105,6 +120,19 @@ impl<'a> Writer<'a> {
             for &action in entry {
                 self.follow(rank, action);
             }
+        }
+    }
+
+    /// Writes the wait for what a computation needs of another rank.
+    fn wait_for_copy(&mut self, rank: usize, action: Action) {
+        let stage = action.stage();
+        let (from, wait) = match action.kind() {
+            Kind::Forward => (stage.checked_sub(1), Kind::WaitCopyForward),
+            Kind::Backward | Kind::InputGrad => (stage.checked_add(1), Kind::WaitCopyBackward),
+            _ => return,
+        };
+        if from.and_then(|from| self.schedule.rank_of(from)).is_some_and(|other| other != rank) {
+            self.push(rank, action.with(wait, action.narrow_stage()));
         }
     }
 
