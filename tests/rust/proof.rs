@@ -126,8 +126,7 @@ impl Simulator<'_> {
             Kind::Forward if s == 0 => true,
             Kind::Forward if self.explicit && !self.here(s, s - 1) => self.has(Kind::RecvForward, s, i),
             Kind::Forward if self.copied && !self.here(s, s - 1) => self.has(Kind::WaitCopyForward, s, i),
-            Kind::Forward => self.has(Kind::Forward, s - 1, i),
-            Kind::CopyForward => self.has(Kind::Forward, s - 1, i),
+            Kind::Forward | Kind::CopyForward => self.has(Kind::Forward, s - 1, i),
             Kind::CopyBackward => self.has_grad(s + 1, i),
             Kind::WaitCopyForward => self.has(Kind::CopyForward, s, i),
             Kind::WaitCopyBackward => self.has(Kind::CopyBackward, s, i),
@@ -357,7 +356,7 @@ fn random_valid(random: &mut Random) -> Parts {
         match chosen.kind() {
             Kind::Forward if s + 1 < stages && over(s + 1) => open.push(action(Kind::SendForward, s, i)),
             Kind::Forward if s + 1 < stages && copied(s + 1) => {
-                open.push(action(Kind::CopyForward, s + 1, i))
+                open.push(action(Kind::CopyForward, s + 1, i));
             }
             Kind::CopyForward => open.push(action(Kind::WaitCopyForward, s, i)),
             Kind::WaitCopyForward => open.push(action(Kind::Forward, s, i)),
