@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as modules
 
 from torchrelay.runtime.boundary import Input, let_go
 from torchrelay.runtime.context import needs_callers_thread
@@ -45,7 +45,8 @@ class PlainCut:
         self.is_possible = spec is TENSOR and len(first.given) == 1 and not first.is_written()
         self._device = device
         # Who looks on (a FLOP counter) may ask autograd for what layers are given, which it refuses for a leaf.
-        looked_at = _has_any_global_hook() or needs_callers_thread()  # type: ignore[no-untyped-call]
+        hooks = modules._global_forward_pre_hooks or modules._global_forward_hooks
+        looked_at = bool(hooks) or needs_callers_thread()
         self._small = 0 if looked_at else _SMALL
 
     def takes(self, value: Any) -> bool:
