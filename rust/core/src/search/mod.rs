@@ -94,8 +94,11 @@ pub fn search(
     if options.exact && exact::applies(&problem, costs) {
         by_proof(&problem, &mut best, &mut watch)?;
     }
-    let lower_bound = watch.progress().lower_bound;
+    let bound = watch.progress().lower_bound;
     let (schedule, simulation) = best.found.ok_or(Error::NoSchedule)?;
+    // Where they differ by rounding only, they are the same.
+    let is_reached = simulation.cost() <= bound * (1.0 + ROUNDING);
+    let lower_bound = if is_reached { simulation.cost() } else { bound };
     Ok(Found { schedule, simulation, lower_bound })
 }
 
