@@ -48,6 +48,8 @@ class PlainCut:
         hooks = modules._global_forward_pre_hooks or modules._global_forward_hooks
         looked_at = bool(hooks) or needs_callers_thread()
         self._small = 0 if looked_at else _SMALL
+        if looked_at and not STARTS_FROM_EDGES:  # which would get the leaf in any case
+            self.is_possible = False
 
     def takes(self, value: Any) -> bool:
         """Whether `value` is of the kind that this can cut."""

@@ -137,6 +137,7 @@ class _Step:
         self._random.finish_forward(failed=True)
         if self._streams is not None:
             self._streams.settle()
+            self._streams = None
         self._tasks.clear()
         self._skips.clear()
 
