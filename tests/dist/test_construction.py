@@ -13,6 +13,7 @@ import torch.distributed as dist
 from compare import accumulate_mean, assert_equal_on_ranks, assert_same_gradients, inputs, loss, mlp, raised, wrap
 from ranks import on_ranks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torchrelay import DistributedDataParallel
 from torchrelay.errors import RankMismatchError, ReductionError
 
@@ -352,3 +353,29 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(rank, world):
     assert time.monotonic() - start < 4
     for words in ("on rank 1 of 2", "backward 1", "bucket 0 of 1", "0.weight"):
         assert words in message, message
+
+
+@on_ranks
+def test_names_that_code_for_torchs_class_reads(rank, world):
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.bias"])
+    ours, theirs = DistributedDataParallel(copy.deepcopy(module)), TorchDDP(module)
+    names = "device device_type is_multi_device_module bucket_bytes_cap dim device_ids output_device static_graph"
+    names += " broadcast_buffers forward_sync_buffers find_unused_parameters gradient_as_bucket_view batched_grad_copy"
+    names += " lazy_bucket_allocation skip_all_reduce_unused_params require_backward_grad_sync parameters_to_ignore"
+    for name in names.split():
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.will_sync_module_buffers() == theirs.will_sync_module_buffers()
+    shapes = [[one.shape for one in wrapped._get_data_parallel_params(wrapped.module)] for wrapped in (ours, theirs)]
+    assert shapes[0] == shapes[1] == [(4, 4), (4,), (4,)]
+    assert [name for name, _ in ours._get_data_parallel_params(ours.module, True)] == ["0.weight", "1.weight", "1.bias"]
+    ours._set_static_graph()
+    assert ours.static_graph
+    inputs_, kwargs = ours.scatter((torch.arange(4.0),), {"x": 1}, ["cpu", "cpu"])
+    assert [part[0].tolist() for part in inputs_] == [[0, 1], [2, 3]]
+    assert list(kwargs) == [{"x": 1}, {"x": 1}]
+    assert ours.gather([part[0] for part in inputs_], "cpu").tolist() == [0, 1, 2, 3]
+    assert not ours._has_rebuilt_buckets
+    ours(torch.ones(2, 4)).sum().backward()
+    assert ours._has_rebuilt_buckets
+    ours._check_reducer_finalized()

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import datetime
 import functools
+import itertools
 import typing
 import warnings
 import weakref
@@ -30,6 +31,7 @@ from torchrelay.data_parallel.outputs import watch_outputs
 from torchrelay.data_parallel.parameters import Inventory, take_inventory
 from torchrelay.data_parallel.reducer import Reducer
 from torchrelay.data_parallel.replicas import Replicas
+from torchrelay.data_parallel.torch_names import TorchNames
 from torchrelay.data_parallel.uneven import Round, StandIn, find_last, meet
 from torchrelay.data_parallel.waiting import Place, Watch, time_limit
 from torchrelay.data_parallel.weights import checked_weight
@@ -45,7 +47,7 @@ if typing.TYPE_CHECKING:
 _PREFIX = "module."
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     """Averages a module's gradients over the ranks of a process group, during the backward.
 
     A drop-in for `torch.nn.parallel.DistributedDataParallel`: the same arguments, and the same gradients wherever that
@@ -156,6 +158,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
         self._enabled = True
@@ -471,6 +476,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> None:
         """Leaves these parameters and buffers, by full name, out of everything; to be called before wrapping."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]  # what other code of torch's goes by
 
     # --- construction
 
@@ -557,6 +565,20 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._take_over()
         if self._sends_buffers():
             self._sync_buffers(0, self._backwards)
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the plan is that of all backwards to come, for hooks of torch's that overlap a sharded optimizer."""
+        return self._backwards > 0
+
+    def _check_reducer_finalized(self) -> None:
+        """For the end of a step.
+
+        Raises:
+            ReductionError: A backward waits to be finalized.
+        """
+        if self._waiting():
+            raise ReductionError(f"backward {self._backwards} waits to be finalized: call finalize_backward")
 
     @property
     def _backwards(self) -> int:
