@@ -160,7 +160,10 @@ def take_inventory(module: nn.Module, ignored: Collection[str]) -> Inventory:
     known: dict[int, nn.Parameter] = {}
     names, tensors, facts, lines, shared, idle = [], [], [], [], [], []
     dtypes, devices = _Names(), _Names()
+    places: dict[str, nn.Parameter] = {}
     for name, parameter in _places(walk, ()):
+        if name not in ignored:
+            places[name] = parameter
         if id(parameter) in known:
             continue
         known[id(parameter)] = parameter
@@ -188,7 +191,7 @@ def take_inventory(module: nn.Module, ignored: Collection[str]) -> Inventory:
         lines=tuple(lines),
         shared=tuple(shared),
         buffers=tuple(_buffer_slots(walk, ignored)),
-        _places=dict(_places(walk, ignored)),
+        _places=places,
         _tables=tables,
         _contents=contents,
         _module=module,

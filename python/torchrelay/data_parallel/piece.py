@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import typing
 from collections.abc import Collection, Sequence
 
 import torch
@@ -9,37 +10,48 @@ from torch import nn
 
 from torchrelay.data_parallel.layout import views_of
 
-__all__ = ["Piece", "in_layout"]
+__all__ = ["Kind", "Piece", "as_given", "in_layout"]
 
 _grad = operator.attrgetter("grad")
 
 
-def in_layout(parameters: Sequence[nn.Parameter], members: Sequence[int]) -> list[int]:
-    """The members of a piece in the order in which they lie there: those together that one call can take.
+Kind: typing.TypeAlias = tuple[int, ...]
+
+
+def in_layout(parameters: Sequence[nn.Parameter], members: Sequence[int]) -> tuple[list[int], list[Kind]]:
+    """The members of a piece in the order in which they lie there, and their kinds: those together that one call takes.
 
     Those whose bytes are no multiple of 16 come last, so that they do not shift the others to where vector instructions
     are slow.
     """
-
-    def place(member: int) -> tuple[bool, tuple[int, ...]]:
-        parameter = parameters[member]
-        return parameter.nbytes % 16 != 0, _joined_by(parameter)
-
-    return sorted(members, key=place)
+    kinds = list(map(_kind, map(parameters.__getitem__, members)))
+    odd = [parameters[member].nbytes % 16 != 0 for member in members]
+    order = sorted(range(len(members)), key=list(zip(odd, kinds, strict=True)).__getitem__)
+    return [members[place] for place in order], [kinds[place] for place in order]
 
 
-def _joined_by(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Gradients with the same are rows of one tensor; (-1,) of none."""
-    if parameter.dim() == 0 or parameter.numel() == 0 or not parameter.is_contiguous():
-        return (-1,)
-    return tuple(parameter.shape[1:])
+def as_given(members: Sequence[int]) -> tuple[list[int], list[Kind]]:
+    """As `in_layout`, for members that have to lie in the order that is given; they are copied one by one."""
+    return list(members), [_ALONE] * len(members)
+
+
+# What can be joined with nothing.
+_ALONE: Kind = (-1,)
+
+
+def _kind(parameter: nn.Parameter) -> Kind:
+    """Gradients of the same kind are rows of one tensor."""
+    if not parameter.is_contiguous() or not (shape := tuple(parameter.shape)) or 0 in shape:
+        return _ALONE
+    return shape[1:]
 
 
 class Piece:
     """Some members of a bucket, one after another in its memory.
 
     Args:
-        members: Positions in the order of definition.
+        members: Positions in the order of definition, in the order in which they lie there.
+        kinds: Their kinds.
         parameters: These parameters.
         region: Their part of the bucket's memory.
         lent: Whether what lies there will be lent out, so that it has to be no view.
@@ -49,7 +61,13 @@ class Piece:
     """
 
     def __init__(
-        self, members: Sequence[int], parameters: Sequence[nn.Parameter], region: torch.Tensor, *, lent: bool
+        self,
+        members: Sequence[int],
+        kinds: Sequence[Kind],
+        parameters: Sequence[nn.Parameter],
+        region: torch.Tensor,
+        *,
+        lent: bool,
     ) -> None:
         self.members = members
         self.parameters = parameters
@@ -59,16 +77,15 @@ class Piece:
         # at once.
         self._joined: list[tuple[slice, torch.Tensor]] = []
         self._copied: list[int] = []
-        offset = 0
-        for key, run in itertools.groupby(range(len(members)), key=lambda place: _joined_by(parameters[place])):
-            places = list(run)
-            size = sum(parameters[place].numel() for place in places)
-            if key == (-1,) or len(places) == 1 or region.device.type != "cpu":
-                self._copied += places
+        offset, start = 0, 0
+        for kind, run in itertools.groupby(kinds):
+            stop = start + len(list(run))
+            size = sum(map(torch.Tensor.numel, parameters[start:stop]))
+            if kind == _ALONE or stop == start + 1 or region.device.type != "cpu":
+                self._copied += range(start, stop)
             else:
-                target = region[offset : offset + size].view(-1, *key)
-                self._joined.append((slice(places[0], places[-1] + 1), target))
-            offset += size
+                self._joined.append((slice(start, stop), region[offset : offset + size].view(-1, *kind)))
+            offset, start = offset + size, stop
         self._targets = [self.views[place] for place in self._copied]
         if lent:
             self.views = [view.data for view in self.views]

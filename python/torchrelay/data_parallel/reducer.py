@@ -401,7 +401,8 @@ class Reducer:
     # --- the course of a backward
 
     def _fill(self, piece: int) -> None:
-        with self._lock, torch.no_grad():
+        # To look at a gradient makes an object of it, which is gone when the gradient was taken.
+        with self._lock, torch.no_grad(), collections_paused():
             storage, number = self._pieces[piece]
             storage.fill(number)
 
@@ -415,7 +416,8 @@ class Reducer:
     def _launch_next(self, unused: frozenset[int]) -> None:
         storage = self._storage[self._launched]
         self._add_up(storage.bucket.members)
-        self._bare |= storage.gather(unused)
+        with collections_paused():
+            self._bare |= storage.gather(unused)
         if storage is self._storage[-1]:
             self._fill_tail(unused | self._bare)
         self._launched += 1  # from here on something of it may have been sent
@@ -453,8 +455,9 @@ class Reducer:
                     self._raise_late(self._late())
                 else:
                     if self._replan is not None:
-                        self._agree_on_order(self._arrival(), time.perf_counter() - self._began)
-                        self._open()
+                        with collections_paused():
+                            self._agree_on_order(self._arrival(), time.perf_counter() - self._began)
+                            self._open()
                     self._launch_rest()
                     if self.manual:
                         self._unfinished = Unfinished(self._names, self._parameters)

@@ -22,7 +22,7 @@ from torchrelay._core import pieces as divide
 from torchrelay.data_parallel.averaging import Averager
 from torchrelay.data_parallel.comm_hook import CommHook, GradBucket, HookWork
 from torchrelay.data_parallel.lending import Loan, can_tell
-from torchrelay.data_parallel.piece import Piece, in_layout
+from torchrelay.data_parallel.piece import Piece, as_given, in_layout
 from torchrelay.data_parallel.waiting import Place, Watch, Work
 from torchrelay.data_parallel.weights import Part
 from torchrelay.errors import ReductionError
@@ -180,15 +180,17 @@ class DenseStorage(BucketStorage):
         self._early = early and hook is None
         arriving = list(reversed(bucket.members))
         if hook is not None:
-            self._groups = [arriving if as_arriving else list(bucket.members)]
+            layouts = [as_given(arriving if as_arriving else bucket.members)]
         else:
             sizes = [parameters[member].nbytes for member in arriving]
             alone, together = (_ALONE, _TOGETHER) if early else (sys.maxsize, sys.maxsize)
             groups = divide(sizes, alone=alone, together=together)
-            self._groups = [in_layout(parameters, [arriving[place] for place in group]) for group in groups]
+            layouts = [in_layout(parameters, [arriving[place] for place in group]) for group in groups]
+        self._groups = [members for members, _ in layouts]
+        self._kinds = [kinds for _, kinds in layouts]
         self._members = [member for group in self._groups for member in group]
         self._parameters = [parameters[member] for member in self._members]
-        self._size = sum(parameter.numel() for parameter in self._parameters)
+        self._size = sum(map(torch.Tensor.numel, self._parameters))
         self._joined = extra if hook is None else 0
         if hook is not None:
             self.tail = torch.zeros(extra, dtype=torch.float32, device=self._parameters[0].device)
@@ -213,11 +215,11 @@ class DenseStorage(BucketStorage):
             self.tail = self._flat[self._size :]
         self._pieces: list[Piece] = []
         start, offset = 0, 0
-        for group in self._groups:
+        for group, kinds in zip(self._groups, self._kinds, strict=True):
             parameters = self._parameters[start : start + len(group)]
-            size = sum(parameter.numel() for parameter in parameters)
+            size = sum(map(torch.Tensor.numel, parameters))
             region = self._gradients[offset : offset + size]
-            self._pieces.append(Piece(group, parameters, region, lent=self._lends))
+            self._pieces.append(Piece(group, kinds, parameters, region, lent=self._lends))
             start, offset = start + len(group), offset + size
         self._views = [view for piece in self._pieces for view in piece.views]
         self._loan = Loan(self._flat, self._views) if self._lends else None

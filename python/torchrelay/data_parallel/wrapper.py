@@ -78,8 +78,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             the first backward, and from then on sizes are those that a cost model finds best.
         find_unused_parameters: Accepted; unused parameters are always found.
         check_reduction: Not supported.
-        gradient_as_bucket_view: Gradients below 1 MiB become views of the bucket's memory, which saves a copy; they are
-            overwritten by the next backward even if they were set to None before.
+        gradient_as_bucket_view: After a reduction gradients lie in the buckets' memory either way. With True the next
+            backward overwrites it even if somebody still holds a gradient of before, and what lies there are views.
         static_graph: Accepted; nothing has to be promised.
         delay_all_reduce_named_params: Not supported.
         param_to_hook_all_reduce: Not supported.
@@ -174,10 +174,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.process_group = _group(process_group, device_mesh)
         hand_group(module, self.process_group)
         self._timeout = timeout
-        self._watch = self._new_watch()
         with collections_paused():
             inventory = take_inventory(module, self.parameters_to_ignore)
-            self._devices = chosen_devices(device_ids, sorted({p.device for p in module.parameters()}, key=str))
+            self._watch = self._new_watch(inventory)
+            places = {parameter.device for parameter in module.parameters()} if device_ids else set()
+            self._devices = chosen_devices(device_ids, sorted(places, key=str))
             if init_sync:
                 self._agree(inventory)
                 self._copy_from(0, inventory, include_buffers=broadcast_buffers is not False)
@@ -482,8 +483,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     # --- construction
 
-    def _new_watch(self) -> Watch:
-        label = f"{type(self.module).__name__} of {sum(1 for _ in self.module.parameters())} parameters"
+    def _new_watch(self, inventory: Inventory) -> Watch:
+        label = f"{type(self.module).__name__} of {len(inventory.lines)} parameters"
         return Watch(self.process_group, time_limit(self.process_group, self._timeout), label)
 
     def _agree(self, inventory: Inventory) -> None:
@@ -683,9 +684,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.device_mesh = None
         self.process_group = found_again(ranks) if group is None else group
         hand_group(self.module, self.process_group)
-        self._watch = self._new_watch()
+        inventory = take_inventory(self.module, self.parameters_to_ignore)
+        self._watch = self._new_watch(inventory)
         self._replicas = self._replicate()
-        self._connect(take_inventory(self.module, self.parameters_to_ignore))
+        self._connect(inventory)
 
     def __deepcopy__(self, memo: dict[int, typing.Any]) -> "DistributedDataParallel":
         twin = self.__class__.__new__(self.__class__)
