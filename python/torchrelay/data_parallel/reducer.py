@@ -24,7 +24,6 @@ import contextlib
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,6 +46,7 @@ from torchrelay.data_parallel.parameters import Inventory
 from torchrelay.data_parallel.replicas import Replicas
 from torchrelay.data_parallel.sparse_storage import SparseStorage
 from torchrelay.data_parallel.storage import BucketStorage, DenseStorage
+from torchrelay.data_parallel.trouble import failed_elsewhere, late_error, not_reduced, warn_of_counts, whereabouts
 from torchrelay.data_parallel.uneven import Round
 from torchrelay.data_parallel.waiting import Place, Watch, Work
 from torchrelay.data_parallel.weights import Part, Scale, Share
@@ -55,7 +55,6 @@ from torchrelay.planning.bucket_plan import Bucket, BucketPlan
 
 __all__ = ["Reducer"]
 
-_NAMES_SHOWN = 4
 # What a rank says of itself with the last bucket: this, 0 if it stands in for itself, or one more than the number of
 # its backwards without a reduction. They are averaged in the dtype of the bucket: up to here 16 bits tell them apart.
 _FAILED = -1
@@ -551,7 +550,7 @@ class Reducer:
         *positions, nanoseconds = said[: len(self._names) + 1].tolist()
         failed = (said[len(self._names) + 1 :] >= 0).nonzero().flatten().tolist()
         if failed:
-            raise self._failed_elsewhere(failed)
+            raise failed_elsewhere(self.backwards, failed)
         replan, self._replan = self._replan, None
         self._successor = replan(agreed_order(positions), nanoseconds * 1e-9)
         if self._hook is None:  # a hook finds in its first backward what it finds there in torch's class
@@ -652,12 +651,7 @@ class Reducer:
 
     def _raise_late(self, late: list[int]) -> None:
         if late:
-            names = ", ".join(self._names[index] for index in late)
-            raise ReductionError(
-                f"a second gradient arrived for {names} in one backward, after the first was already sent to the other "
-                "ranks (a layer used both inside and outside of re-entrant checkpoints does that). The gradients are "
-                "incomplete: set them to None and run the backward again; from now on they are sent at its end"
-            )
+            raise late_error([self._names[index] for index in late])
 
     def _raise_trouble(self, late: list[int]) -> None:
         self._raise_late(late)
@@ -667,32 +661,9 @@ class Reducer:
         status = self._status.real if self._status.is_complex() else self._status
         said = [round(one * self._average.world_size) for one in status.tolist()]
         if _FAILED in said:
-            raise self._failed_elsewhere([rank for rank, word in enumerate(said) if word == _FAILED])
+            raise failed_elsewhere(self.backwards, [rank for rank, word in enumerate(said) if word == _FAILED])
         if not self._warned and self.weight is None:
-            self._compare_unreduced(said)
-
-    def _failed_elsewhere(self, ranks: list[int]) -> ReductionError:
-        return ReductionError(
-            f"backward {self.backwards} failed on rank {', '.join(map(str, ranks))}, so its gradients are incomplete "
-            "on every rank; see the error there. Set the gradients to None before the next backward"
-        )
-
-    def _compare_unreduced(self, said: list[int]) -> None:
-        """Tells the user, once, if ranks have run different numbers of backwards without a reduction before this one.
-
-        That can be meant, and the mean of what the ranks have added up is right then; so it is no error.
-        """
-        counts = {rank: word - 1 for rank, word in enumerate(said) if word > 0}
-        first = next(iter(counts), 0)
-        other = next((rank for rank in counts if counts[rank] != counts[first]), None)
-        if other is not None:
-            self._warned = True
-            warnings.warn(
-                f"before the reduced backward {self.backwards}, rank {first} ran {counts[first]} backwards without a "
-                f"reduction, but rank {other} ran {counts[other]}: if that is not meant, the ranks disagree on which "
-                "micro-step is reduced (no_sync). If it is, let each rank count by its samples with `weighted`",
-                stacklevel=2,
-            )
+            self._warned = warn_of_counts(self.backwards, said)
 
     def _wait(self, storage: BucketStorage) -> None:
         try:
@@ -704,17 +675,10 @@ class Reducer:
             raise self._failure("did not come through", storage.bucket, error) from error
 
     def _place(self, bucket: Bucket) -> str:
-        names = ", ".join(bucket.names[:_NAMES_SHOWN]) + ", ..." * (len(bucket.names) > _NAMES_SHOWN)
-        return (
-            f"on rank {self._rank} of {self._average.world_size}, in backward {self.backwards}, bucket {bucket.index} "
-            f"of {len(self.plan.buckets)} ({names})"
-        )
+        return whereabouts(self._rank, self._average.world_size, self.backwards, bucket, len(self.plan.buckets))
 
     def _failure(self, what: str, bucket: Bucket, error: Exception) -> ReductionError:
-        return ReductionError(
-            f"{self._place(bucket)} {what}: {_first_line(error)}. Another rank may have failed, "
-            "have left, be slow, or not have run this backward"
-        )
+        return not_reduced(self._place(bucket), what, error)
 
     def _abandon(self) -> None:
         """The backward has failed: an error in it, or in a hook, is on its way to the caller.
@@ -802,7 +766,3 @@ def _weakly(method: Callable[..., object]) -> Callable[..., object]:
         return None if alive is None else alive(*arguments)
 
     return call
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".")
