@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from torchrelay.runtime.names import connect, names_of, note_popped, share_memory
+from torchrelay.runtime.uncut import marked_as
 
 __all__ = ["Input", "alias", "connect_outputs", "let_go", "moved", "unknown_leaves", "version", "wants_grad"]
 
@@ -133,7 +134,7 @@ def _cut_off(leaf: Any, device: torch.device) -> Any:
         return leaf
     if not leaf.requires_grad:
         return moved(leaf, device)
-    cut = moved(leaf.detach(), device).requires_grad_()
+    cut = marked_as(moved(leaf.detach(), device).requires_grad_(), leaf)
     cut._torchrelay_cut = True
     return cut
 
@@ -143,7 +144,7 @@ def moved(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, Tensor) or leaf.device == device:
         return leaf
     # The CPU does not wait for a stream by itself: there, a value that is on its way would be read before it arrives.
-    return leaf.to(device, non_blocking=device.type != "cpu")
+    return marked_as(leaf.to(device, non_blocking=device.type != "cpu"), leaf)
 
 
 def version(leaf: Any) -> int:
@@ -154,7 +155,7 @@ def version(leaf: Any) -> int:
 def alias(leaf: Tensor) -> Tensor:
     """The same memory as `leaf`, above it in the graph, and no view of it (a view of a leaf may not be written on)."""
     other: Tensor = _unsafe_view(leaf, leaf.shape)
-    return other
+    return marked_as(other, leaf)
 
 
 def unknown_leaves(outputs: Sequence[Any], known: Sequence[Tensor | None]) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torchrelay._core import Schedule
 from torchrelay.runtime.context import CallerContext
 from torchrelay.runtime.lanes import Lanes
 from torchrelay.runtime.order import Order
-from torchrelay.runtime.recording import Half, is_profiling, timed, warn_of_hidden_lanes
+from torchrelay.runtime.recording import Half, is_profiling, timed
 
 __all__ = ["Phase", "Task"]
 
@@ -97,8 +97,6 @@ class Phase:
     ) -> None:
         """Begin in the lanes: one a rank, on that rank's device; they are woken in this `order` of the ranks."""
         self.began = time.perf_counter()
-        if self.is_timed:
-            warn_of_hidden_lanes()
         self._at_work = [rank for rank, program in enumerate(self._programs) if program]
         lanes.submit([(rank, self._in_lane(rank, context, devices[rank])) for rank in order if self._programs[rank]])
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from torchrelay.runtime.boundary import version
+from torchrelay.runtime.uncut import mark_uncut
 from torchrelay.runtime.values import flatten, unflatten
 
 __all__ = ["MiniBatch", "NoChunk", "whole"]
@@ -16,7 +17,8 @@ __all__ = ["MiniBatch", "NoChunk", "whole"]
 class NoChunk:
     """Marks a tensor of the input that is not to be cut: every micro-batch is given the whole of it.
 
-    Its gradient is the sum of the micro-batches'. Layers may not write on it.
+    Its gradient is the sum of the micro-batches'. Layers may not write on it. If it is handed on by all layers, the
+    pipeline returns it once, as the plain module does; what is computed from it is joined like any output.
 
     Args:
         tensor: any tensor.
@@ -67,8 +69,8 @@ class MiniBatch:
         self.parts = [
             unflatten(
                 [
-                    _cut_off(leaf) if column is None else column[i]
-                    for leaf, column in zip(self._leaves, columns, strict=True)
+                    _cut_off(k, leaf) if column is None else column[i]
+                    for k, (leaf, column) in enumerate(zip(self._leaves, columns, strict=True))
                 ],
                 spec,
             )
@@ -189,8 +191,10 @@ def _cut(leaf: Tensor, chunks: int, dim: int) -> Sequence[Tensor]:
     return [part.requires_grad_() for part in parts] if leaf.requires_grad else parts
 
 
-def _cut_off(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+def _cut_off(k: int, leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return mark_uncut(leaf.detach().requires_grad_(leaf.requires_grad), k)
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchrelay.runtime.boundary import wants_grad
+from torchrelay.runtime.uncut import is_uncut
 from torchrelay.runtime.values import flatten, unflatten
 
 __all__ = ["Output", "check_leaf"]
@@ -37,9 +38,12 @@ class Output:
                     f"micro-batch {i} gives {spec}, but micro-batch 0 gives {self._spec}: they cannot be joined"
                 )
         columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
-        self.leaves = [self._join(k, column) for k, column in enumerate(columns)]
         self.differentiable = [k for k, column in enumerate(columns) if any(map(wants_grad, column))]
-        self._sizes = {k: [tensor.size(dim) for tensor in columns[k]] for k in self.differentiable}
+        self._uncut = [is_uncut(column) for column in columns]
+        self.leaves = [self._join(k, column) for k, column in enumerate(columns)]
+        self._sizes = {
+            k: [tensor.size(dim) for tensor in columns[k]] for k in self.differentiable if not self._uncut[k]
+        }
         self._count, self._width = len(parts), len(columns)
 
     def take(self) -> Any:
@@ -53,8 +57,10 @@ class Output:
         for k, gradient in zip(self.differentiable, gradients, strict=True):
             if gradient is None:
                 continue
-            pieces = torch.split(gradient, self._sizes[k], self._dim) if self._count > 1 else [gradient]
-            for part, piece in zip(parts, pieces, strict=True):
+            if self._uncut[k] or self._count == 1:
+                parts[0][k] = gradient
+                continue
+            for part, piece in zip(parts, torch.split(gradient, self._sizes[k], self._dim), strict=True):
                 part[k] = piece
         return parts
 
@@ -67,6 +73,8 @@ class Output:
                     f"a batch dimension"
                 )
             return first
+        if self._uncut[k]:
+            return first.detach()
         check_leaf(k, first, self._dim)
         return first.detach() if len(column) == 1 else torch.cat([tensor.detach() for tensor in column], self._dim)
 

@@ -15,7 +15,7 @@ from torchrelay.runtime.lanes import Lanes
 from torchrelay.runtime.order import Order
 from torchrelay.runtime.randomness import RandomnessWatch
 from torchrelay.runtime.recompute import InnerBackwards
-from torchrelay.runtime.recording import Recorder
+from torchrelay.runtime.recording import Recorder, lanes_are_hidden, warn_of_hidden_lanes
 from torchrelay.runtime.skips import SkipRoutes
 from torchrelay.runtime.streams import Streams
 
@@ -45,7 +45,13 @@ class Pipeline(NamedTuple):
 
     def is_serial(self) -> bool:
         """Whether a step that begins now is carried out in the caller's thread, forward and backward."""
-        return self.lanes is None or self.lanes.is_inside() or needs_callers_thread() or meets_other_ranks(self.modules)
+        return (
+            self.lanes is None
+            or self.lanes.is_inside()
+            or needs_callers_thread()
+            or self._is_seen_here_only()
+            or meets_other_ranks(self.modules)
+        )
 
     def carry_out(
         self,
@@ -58,10 +64,25 @@ class Pipeline(NamedTuple):
         serially: bool,
     ) -> None:
         """Begin `phase` in the lanes, woken in this `order`; or do it all in this thread, in this `sequence`."""
-        if serially or self.lanes is None or needs_callers_thread() or (self.chooses and choice.is_serial()):
+        seen_here = self._is_seen_here_only()
+        if self.lanes is not None and lanes_are_hidden():
+            warn_of_hidden_lanes(serially=seen_here)
+        if (
+            serially
+            or self.lanes is None
+            or seen_here
+            or needs_callers_thread()
+            or (self.chooses and choice.is_serial())
+        ):
             phase.run_serially(sequence)
         else:
             phase.start(self.lanes, context, self.devices, order)
+
+    def _is_seen_here_only(self) -> bool:
+        """Whether a profiler would see nothing of the layers in lanes. On accelerators it sees their kernels, which one
+        thread would launch in another order.
+        """
+        return lanes_are_hidden() and all(device.type == "cpu" for device in self.devices)
 
     def note(self, phase: Phase, choice: Choice) -> None:
         """`phase` has ended."""

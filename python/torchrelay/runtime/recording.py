@@ -18,7 +18,16 @@ from torchrelay._core import Schedule
 from torchrelay.runtime.order import Order
 from torchrelay.runtime.waits import waited
 
-__all__ = ["Half", "Recorder", "Recording", "TaskSpan", "is_profiling", "timed", "warn_of_hidden_lanes"]
+__all__ = [
+    "Half",
+    "Recorder",
+    "Recording",
+    "TaskSpan",
+    "is_profiling",
+    "lanes_are_hidden",
+    "timed",
+    "warn_of_hidden_lanes",
+]
 
 
 class TaskSpan(NamedTuple):
@@ -91,16 +100,21 @@ def is_profiling() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
-def warn_of_hidden_lanes() -> None:
-    """Before lanes start: torch's profiler does not see them unless it is told to look at all threads."""
-    if torch._C._autograd._profiler_enabled():  # in this thread alone
-        warnings.warn(
-            "torch's profiler records this thread only, and not the lanes: give it "
-            "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True), "
-            'or make the pipeline with executor="serial"',
-            RuntimeWarning,
-            stacklevel=2,
-        )
+def lanes_are_hidden() -> bool:
+    """Whether a profiler of torch's looks at this thread alone, as it does unless told to look at all."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def warn_of_hidden_lanes(*, serially: bool) -> None:
+    """Before a phase of which torch's profiler sees this thread alone: it is carried out here, or not recorded."""
+    meanwhile = "so the tasks are carried out in it, one after the other" if serially else "and not the lanes"
+    remedy = "" if serially else ', or make the pipeline with executor="serial"'
+    warnings.warn(
+        f"torch's profiler records this thread only, {meanwhile}: to see the lanes, give it "
+        f"experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True){remedy}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def timed(half: Half | None, action: Order, rank: int, compute: Callable[[], Any]) -> Any:

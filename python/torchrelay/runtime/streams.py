@@ -22,6 +22,7 @@ from torchrelay.planning.partitions import device_index
 from torchrelay.planning.skips import Key
 from torchrelay.runtime.names import note_popped
 from torchrelay.runtime.recording import Half
+from torchrelay.runtime.uncut import marked_as
 from torchrelay.runtime.values import flatten, unflatten
 
 __all__ = ["CudaBackend", "HalfStreams", "StreamBackend", "StreamPrograms", "Streams"]
@@ -412,7 +413,7 @@ class HalfStreams:
     def _copied(self, leaf: Any, device: torch.device) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        copied = self._backend.copy(leaf.detach(), device)
+        copied = marked_as(self._backend.copy(leaf.detach(), device), leaf)
         return copied.requires_grad_() if leaf.requires_grad else copied
 
     # ---- one operation

@@ -20,6 +20,7 @@ from torchrelay.runtime.parameters import trainable
 from torchrelay.runtime.plain_cut import PlainCut, is_write_on_leaf
 from torchrelay.runtime.recompute import InnerBackwards, checkpointed, recomputed
 from torchrelay.runtime.skips import PartitionSkips, SkipGradients
+from torchrelay.runtime.uncut import marked_as
 from torchrelay.runtime.values import TENSOR, Spec, flatten, unflatten
 
 __all__ = ["PartitionTasks"]
@@ -323,4 +324,4 @@ def _clone(leaf: Any) -> Any:
 
 
 def _detached(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+    return marked_as(leaf.detach().requires_grad_(leaf.requires_grad), leaf) if isinstance(leaf, Tensor) else leaf
