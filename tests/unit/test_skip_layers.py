@@ -183,6 +183,11 @@ WRONG = {
     "never stashed": (lambda: [Join()], "skip 'left' is popped by '0', but never stashed"),
     "too early": (lambda: [Join(), Leave()], "skip 'left' is popped by '0' before it is stashed by '1'"),
     "twice": (lambda: [Leave(), Leave(), Join()], "skip 'left' is stashed by '0' and '1'"),
+    "too early and twice": (
+        lambda: [Join(), Leave(), Leave()],
+        "for 2 reasons:\n- skip 'left' is stashed by '1' and '2'; isolate them in namespaces\n"
+        "- skip 'left' is popped by '0' before it is stashed by '1'",
+    ),
     "shared": (lambda: [*[Leave()] * 2, Join()], "skip 'left' is stashed by '0' and '1'"),
     "inside": (
         lambda: [nn.Sequential(nn.Tanh(), nn.Sequential(Join(), Leave()))],

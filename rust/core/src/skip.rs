@@ -206,6 +206,13 @@ fn pair<'a>(
     if pops.len() > 1 {
         problems.push(SkipProblem::PoppedOften { name: name(), paths: paths(pops) });
     }
+    let first = stashes.iter().min_by_key(|stash| stash.order);
+    for pop in pops {
+        if let Some(stash) = first.filter(|stash| stash.order > pop.order && stash.path != pop.path) {
+            let (pop, stash) = (pop.path.clone(), stash.path.clone());
+            problems.push(SkipProblem::PoppedFirst { name: name(), pop, stash });
+        }
+    }
     if pops.is_empty() {
         problems.extend(
             stashes.iter().map(|stash| SkipProblem::NeverPopped { name: name(), stash: stash.path.clone() }),
