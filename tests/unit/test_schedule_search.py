@@ -47,6 +47,23 @@ def test_no_worse_than_the_published_search(name: str, row: dict[str, Any]) -> N
     assert found.gap == pytest.approx(found.cost / found.lower_bound - 1)
 
 
+# Of the same paper, for larger models: ranks, micro-batches, F, B, W, C, hidden size, heads, bubble rate of zb_2p.
+LARGER = [
+    (16, 48, 11347, 11248, 8132, 377, 5120, 40, 0.0066),
+    (16, 64, 11307, 11254, 8101, 379, 5120, 40, 0.0054),
+    (32, 96, 10419, 10207, 7715, 408, 6144, 48, 0.0038),
+    (32, 128, 10408, 10204, 7703, 408, 6144, 48, 0.0029),
+    (32, 256, 10402, 10248, 7698, 460, 6144, 48, 0.0018),
+]
+
+
+@pytest.mark.parametrize("row", LARGER, ids=lambda row: f"{row[0]}-{row[1]}")
+def test_no_worse_than_published_where_there_are_many_ranks(row: tuple[Any, ...]) -> None:
+    ranks, microbatches, *times, transfer, hidden, heads, rate = row
+    published = {"p": ranks, "m": microbatches, "C": transfer, "hidden": hidden, "heads": heads, "zb_2p": rate}
+    test_no_worse_than_the_published_search("zb_2p", published | dict(zip("FBW", times, strict=True)))
+
+
 def random_costs(seed: int, p: int) -> Costs:
     draw = random.Random(seed)
     times = [[draw.uniform(0.5, 1.5) for _ in range(p)] for _ in range(3)]

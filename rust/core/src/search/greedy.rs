@@ -30,6 +30,8 @@ pub(super) struct Rule {
     pub(super) lag: usize,
     /// The share of the memory that is kept from a rank's first stage, for its other stages.
     pub(super) kept: f64,
+    /// How long the rank may have nothing to do: beyond that it waits for nothing that it could do something else before.
+    pub(super) spare: f64,
 }
 
 /// A stage's progress.
@@ -47,6 +49,8 @@ struct Rank {
     first_level: f64,
     /// The earliest wake-up that is in the queue.
     wake: f64,
+    /// How long it has had nothing to do since it began.
+    idle: f64,
     was_forward: bool,
     actions: Vec<Action>,
     /// How far it has come in its order.
@@ -128,6 +132,7 @@ pub(super) fn greedy(
         level: 0.0,
         first_level: 0.0,
         wake: f64::INFINITY,
+        idle: 0.0,
         was_forward: false,
         position: 0,
         actions: Vec::with_capacity(problem.stages_of(rank).len() * problem.m * 3),
@@ -194,13 +199,16 @@ impl Greedy<'_> {
         if let Some((stage, _)) = open.weights.filter(|_| open.postponed > rule.lag) {
             return Some(Choice::Do(Kind::WeightGrad, stage));
         }
-        let forward_first = rule.in_turn && !self.ranks.get(index)?.was_forward;
+        let rank = self.ranks.get(index)?;
+        let forward_first = rule.in_turn && !rank.was_forward;
+        let begun = if rank.actions.is_empty() { now } else { rank.free };
+        let can_wait = |until: f64| rank.idle + (until - begun) <= rule.spare;
         // Without orders a gradient may be worth waiting for.
         let may_wait = rule.eager > 0.0 && self.orders.is_none() && open.next_gradient.is_finite();
         if let (Some(stage), None, true) = (open.forward, open.backward, may_wait) {
             let takes = self.problem.stages.get(stage)?.time[0];
             let until = open.next_gradient - now;
-            if until < takes && until < rule.eager * takes {
+            if until < takes && until < rule.eager * takes && can_wait(open.next_gradient) {
                 return Some(match open.weights {
                     Some((stage, _)) if until >= rule.patience * self.problem.stages.get(stage)?.time[2] => {
                         Choice::Do(Kind::WeightGrad, stage)
@@ -216,7 +224,8 @@ impl Greedy<'_> {
             (None, None) => match open.weights {
                 Some((stage, _)) => {
                     let takes = self.problem.stages.get(stage)?.time[2];
-                    if open.short_of_memory || open.soonest - now >= rule.patience * takes {
+                    let is_worth_it = open.soonest - now < rule.patience * takes && can_wait(open.soonest);
+                    if open.short_of_memory || !is_worth_it {
                         Choice::Do(Kind::WeightGrad, stage)
                     } else {
                         Choice::WaitUntil(open.soonest)
@@ -308,6 +317,9 @@ impl Greedy<'_> {
         let end = now + costs.time.get(part)?;
         let effect = costs.memory.get(part)?;
         let rank = self.ranks.get_mut(index)?;
+        if !rank.actions.is_empty() {
+            rank.idle += now - rank.free;
+        }
         rank.free = end;
         rank.level += effect;
         if self.problem.stages_of(index).first() == Some(&stage) {

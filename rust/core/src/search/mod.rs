@@ -20,7 +20,7 @@ pub use watch::Progress;
 
 use crate::error::{Error, Result};
 use crate::schedule::{Costs, Maker, PerStage, Schedule, Simulation};
-use climb::{climb, portfolio};
+use climb::{climb, portfolio, sparing};
 use greedy::{Outcome, greedy};
 use problem::Problem;
 use reorder::reorder;
@@ -116,26 +116,33 @@ fn by_rules(
         best.try_maker(maker)?;
     }
     let mut tried = Vec::new();
-    for rules in portfolio(problem, is_large) {
-        let is_best = best.cost() <= watch.progress().lower_bound * (1.0 + ROUNDING / 2.0);
-        if best.found.is_some() && (is_best || !watch.keep_on(best.cost())) {
-            break;
-        }
-        if let Some(outcome) = greedy(problem, &rules, None, f64::INFINITY) {
-            tried.push((outcome.cost, rules));
-            best.offer(outcome)?;
+    let bound = watch.progress().lower_bound;
+    for round in 0..3 {
+        let rules = match round {
+            0 => sparing(problem, bound, is_large),
+            1 => portfolio(problem, is_large),
+            _ => sparing(problem, best.cost(), is_large),
+        };
+        for rules in rules {
+            let is_best = best.cost() <= bound * (1.0 + ROUNDING / 2.0);
+            if best.found.is_some() && (is_best || !watch.keep_on(best.cost())) {
+                break;
+            }
+            if let Some(outcome) = greedy(problem, &rules, None, f64::INFINITY) {
+                tried.push((outcome.cost, rules));
+                best.offer(outcome)?;
+            }
         }
     }
     tried.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let lower_bound = watch.progress().lower_bound;
     if let Some((cost, rules)) = tried.into_iter().next() {
-        let climbed = climb(problem, rules, cost, lower_bound, effort, watch);
+        let climbed = climb(problem, rules, cost, bound, effort, watch);
         if let Some(outcome) = climbed {
             best.offer(outcome)?;
         }
     }
     if let Some((schedule, simulation)) = best.found.as_ref().filter(|_| effort > 0)
-        && let Some(outcome) = reorder(problem, schedule, simulation.cost(), lower_bound, effort, watch)
+        && let Some(outcome) = reorder(problem, schedule, simulation.cost(), bound, effort, watch)
     {
         best.offer(outcome)?;
     }

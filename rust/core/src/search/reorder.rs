@@ -33,6 +33,7 @@ pub(super) fn reorder(
         eager: 0.0,
         lag: usize::MAX,
         kept: 0.0,
+        spare: f64::INFINITY,
     };
     let mut rules = vec![rule(1.0); problem.ranks()];
     let mut best = None;
