@@ -167,8 +167,10 @@ def unknown_leaves(outputs: Sequence[Any], known: Sequence[Tensor | None]) -> li
     """
     ids = {id(leaf) for leaf in known}
     found: dict[int, Tensor] = {}
-    nodes = [output.grad_fn for output in outputs if wants_grad(output) and output.grad_fn is not None]
-    seen = set(nodes)
+    # What is known and computed (a parameter that torch.func.functional_call gave) leads on into the caller's graph.
+    seen = {leaf.grad_fn for leaf in known if leaf is not None and leaf.grad_fn is not None}
+    nodes = [output.grad_fn for output in outputs if wants_grad(output) and output.grad_fn not in (None, *seen)]
+    seen.update(nodes)
     while nodes:
         node = nodes.pop()
         leaf = getattr(node, "variable", None)

@@ -16,7 +16,7 @@ from torchrelay.runtime.boundary import Input, connect_outputs, moved, unknown_l
 from torchrelay.runtime.buffers import BufferWatch, StepBuffers
 from torchrelay.runtime.engine import Root, gradients, root
 from torchrelay.runtime.gradients import GradientSum
-from torchrelay.runtime.parameters import trainable
+from torchrelay.runtime.parameters import Weights, trainable
 from torchrelay.runtime.plain_cut import PlainCut, is_write_on_leaf
 from torchrelay.runtime.recompute import InnerBackwards, checkpointed, recomputed
 from torchrelay.runtime.skips import PartitionSkips, SkipGradients
@@ -74,6 +74,7 @@ class PartitionTasks:
         self._watch = watch
         self._inner = inner
         self._buffers: StepBuffers  # from the first micro-batch on, if it is to be recomputed
+        self._weights: Weights  # as well
         self._plain_cut: PlainCut | None = None  # unless it is possible
 
     # ---- with a graph, or without any
@@ -233,6 +234,7 @@ class PartitionTasks:
         if i == 0:
             self.parameters = trainable(self._module)
             self._buffers = self._watch.step()
+            self._weights = Weights(self._module)
         elif self._plain_cut is not None and self._plain_cut.takes(value):
             return self._checkpoint_plainly(i, value, self._plain_cut)
         leaves, spec = self._arrived(i, value)
@@ -243,6 +245,7 @@ class PartitionTasks:
         outputs, output_spec = checkpointed(lambda: self._run(given.given, spec), self._inner)
         given.tell_writes()
         self._buffers.after_forward(i)
+        self._weights.note()
         if i == 0:
             self._note_unknown_leaves(given.ends(), outputs)
             self._writes_on_input = given.is_written()
@@ -267,6 +270,7 @@ class PartitionTasks:
         self._buffers.before_forward(i)
         output = checkpointed(lambda: self._called_plainly(i, cut, given), self._inner)
         self._buffers.after_forward(i)
+        self._weights.note()
         if version(given) != known:
             raise _lost_input(i)
         # Without the graph, as below. What is detached counts its writes together with what it was.
@@ -290,9 +294,11 @@ class PartitionTasks:
                 "the input of a partition has been written on in place since its forward, but is needed for the "
                 "recomputation: do without inplace=True in the layers that come after"
             )
+        self._weights.check()
         leaves = _each(_clone, kept.leaves) if keep and self._writes_on_input else kept.leaves
         with self._buffers.as_in_forward(i, keep=keep):
             graph = recomputed(lambda: self._graph_again(i, leaves, kept.spec))
+        self._weights.note()
         if [leaf is not None for leaf in graph.outputs] != kept.required:
             raise RuntimeError(
                 "a recomputation gave another number of outputs that require gradients than its forward: the layers "
