@@ -4,8 +4,6 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from torchrelay.runtime.boundary import version
-
 __all__ = ["Weights", "trainable"]
 
 
@@ -29,12 +27,13 @@ class Weights:
         self._module = module
         self._parameters = list(_parameters(module))
         self._required = [parameter.requires_grad for parameter in self._parameters]
+        self._counting = [parameter for parameter in self._parameters if not parameter.is_inference()]
         self._versions: list[int] = []
         self._is_checked = False
 
     def note(self) -> None:
         """After a forward or a recomputation."""
-        self._versions = [version(parameter) for parameter in self._parameters]
+        self._versions = [parameter._version for parameter in self._counting]  # counted in microseconds
 
     def check(self) -> None:
         """Before a recomputation.
@@ -45,7 +44,7 @@ class Weights:
         if not self._is_checked:
             self._check_identity()
             self._is_checked = True
-        if [version(parameter) for parameter in self._parameters] != self._versions:
+        if [parameter._version for parameter in self._counting] != self._versions:
             raise _changed("written on in place (by an optimizer's step?)")
 
     def _check_identity(self) -> None:
