@@ -568,7 +568,10 @@ fn memory_limits_are_held_action_by_action() {
         one(8).verify_within(&[1.0, 2.0], &costs),
         Err(Error::LimitsDiffer { given: 2, ranks: 4 })
     ));
-    assert!(matches!(one(8).verify_within(&[f64::NAN], &costs), Err(Error::BadMemory { .. })));
+    for bad in [f64::NAN, f64::NEG_INFINITY] {
+        assert!(matches!(one(8).verify_within(&[bad], &costs), Err(Error::BadLimit { .. })));
+    }
+    assert_eq!(one(8).verify_within(&[f64::INFINITY], &costs), Ok(()));
     let broken = schedule(&[0], 1, "0B0 0F0");
     assert!(matches!(broken.verify_within(&[9.0], &costs), Err(Error::OutOfOrder { .. })));
 }

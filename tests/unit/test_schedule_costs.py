@@ -92,6 +92,23 @@ def test_costs_that_cannot_be(named: dict[str, Any], error: type[Exception], mes
         Costs(**named)
 
 
+@pytest.mark.parametrize(
+    "costs",
+    [
+        Costs(1e308, 1e308, 1e308),
+        Costs(transfer=1.7e308, latency=1.7e308),
+        Costs(forward_memory=1e308),
+        Costs(weight_grad_memory=-1e308),
+    ],
+    ids=repr,
+)
+def test_costs_whose_sums_are_infinite_are_an_error(costs: Costs) -> None:
+    schedule = schedules.make("1f1b", ranks=3, microbatches=4)
+    for use in (schedule.simulate, lambda costs: schedules.search(ranks=3, microbatches=4, costs=costs)):
+        with pytest.raises(PlanError, match="the costs are too large: what they sum up to is infinite"):
+            use(costs)
+
+
 def test_costs_keep_all_that_was_chosen() -> None:
     costs = Costs(
         1,

@@ -94,7 +94,7 @@ def test_what_is_found_is_a_schedule() -> None:
     assert isinstance(found, Schedule)
     assert Schedule.from_json(found.to_json()) == found
     assert found == schedules.search(ranks=2, microbatches=4, costs=Costs(3, 2, 1))
-    assert repr(found).startswith("<Schedule ")
+    assert repr(found).startswith("<Found ")
 
 
 def test_placements() -> None:
@@ -122,7 +122,9 @@ def test_placements() -> None:
         ),
         ({"memory_limit": 0.5}, "no schedule was found within the memory limit"),
         ({"memory_limit": [1]}, "the memory limit must be one number, or one for each of the 2 ranks, but 1 are given"),
-        ({"memory_limit": float("nan")}, "the cost memory_limit must be finite, but is NaN"),
+        ({"memory_limit": float("nan")}, "the memory limit must be a number, or infinite for none, but is NaN"),
+        ({"memory_limit": float("-inf")}, "the memory limit must be a number, or infinite for none, but is -inf"),
+        ({"memory_limit": [9, float("-inf")]}, "the memory limit must be a number, or infinite for none, but is -inf"),
         ({"time_limit": -1.0}, "the time limit is -1 s, but must not be negative"),
     ],
 )
@@ -130,6 +132,16 @@ def test_what_cannot_be_searched(named: dict[str, Any], message: str) -> None:
     options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "costs": Costs()}
     with pytest.raises(PlanError, match=message):
         schedules.search(**(options | named))
+
+
+def test_what_is_found_says_how_good_it_is() -> None:
+    best = schedules.search(ranks=2, microbatches=3, costs=Costs(), memory_limit=2)
+    assert repr(best) == f"<Found {best.name!r}: 2 ranks, 3 micro-batches, cost {best.cost:g}, proven to be the best>"
+    costs = Costs(3, 2, 1, transfer=0.5)
+    other = schedules.search(ranks=8, microbatches=9, costs=costs, memory_limit=5, placement="v")
+    known = f"cost {other.cost:g}, bound {other.lower_bound:g}, gap {100 * other.gap:.2f} %"
+    assert not other.proven
+    assert repr(other) == f"<Found 'search': 8 ranks, 9 micro-batches, {known}>"
 
 
 def test_a_time_limit_is_kept_and_does_no_harm() -> None:

@@ -176,6 +176,15 @@ pub enum Error {
         /// What was given.
         value: f64,
     },
+    /// Costs whose sums are no longer numbers.
+    #[error("the costs are too large: what they sum up to is infinite; give them in a larger unit")]
+    CostsOverflow,
+    /// A limit that says nothing.
+    #[error("the memory limit must be a number, or infinite for none, but is {value}")]
+    BadLimit {
+        /// What was given.
+        value: f64,
+    },
     /// Costs that are not one for each stage.
     #[error(
         "the cost {what} has {given} numbers for {stages} stages; give one number for all, or one for each"

@@ -36,6 +36,8 @@ pub fn to_py(error: Error) -> PyErr {
         | Error::NoSchedule
         | Error::DurationsDiffer { .. }
         | Error::BadMemory { .. }
+        | Error::BadLimit { .. }
+        | Error::CostsOverflow
         | Error::CostsDiffer { .. }
         | Error::TooManyParts { .. }
         | Error::BadLayerCost { .. }

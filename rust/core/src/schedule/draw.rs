@@ -101,7 +101,12 @@ impl Schedule {
     fn rows(&self, costs: &Costs) -> Result<(Vec<Row>, bool)> {
         let simulation = match self.simulate(costs) {
             Ok(simulation) => simulation,
-            Err(error @ (Error::BadCost { .. } | Error::BadMemory { .. } | Error::CostsDiffer { .. })) => {
+            Err(
+                error @ (Error::BadCost { .. }
+                | Error::BadMemory { .. }
+                | Error::CostsDiffer { .. }
+                | Error::CostsOverflow),
+            ) => {
                 return Err(error);
             }
             Err(_) => return Ok((self.positions(), false)),

@@ -11,6 +11,11 @@ use crate::error::{Error, Result};
 /// Sums of fractions differ in their last digits from what they should be.
 const ROUNDING: f64 = 1e-9;
 
+/// Whether that can be a limit: infinite memory is none, but there is nothing below a sum of all that is freed.
+pub(crate) fn is_limit(value: f64) -> bool {
+    value > f64::NEG_INFINITY
+}
+
 impl Schedule {
     /// Says whether the schedule can be carried out and no rank ever holds more than its limit, in the unit of the costs'
     /// memory: one limit for every rank, or one for each. Memory is counted as by [`Schedule::simulate`].
@@ -18,14 +23,14 @@ impl Schedule {
     /// # Errors
     /// Those of [`Schedule::verify`] and, for this schedule's stages, of [`Costs::check`]; [`Error::OverMemory`] for the
     /// first action of a rank that takes too much; [`Error::LimitsDiffer`] if there is neither one limit nor one for each
-    /// rank; [`Error::BadMemory`] for a limit that is not a number.
+    /// rank; [`Error::BadLimit`] for a limit that is not a number, or infinite below zero.
     pub fn verify_within(&self, limits: &[f64], costs: &Costs) -> Result<()> {
         costs.check(Some(self.stages()))?;
         if limits.len() != 1 && limits.len() != self.ranks() {
             return Err(Error::LimitsDiffer { given: limits.len(), ranks: self.ranks() });
         }
-        if let Some(&value) = limits.iter().find(|limit| limit.is_nan()) {
-            return Err(Error::BadMemory { what: "memory_limit", value });
+        if let Some(&value) = limits.iter().find(|&&limit| !is_limit(limit)) {
+            return Err(Error::BadLimit { value });
         }
         self.verify()?;
         let recomputed = self.recomputed();

@@ -28,6 +28,7 @@ pub use entry::Entry;
 pub use held::Held;
 pub use lower::Lowering;
 pub use makers::{Gpipe, Maker, Recompute, make_gpipe, make_gpipe_rank};
+pub(crate) use memory::is_limit;
 pub use placement::Placement;
 pub use simulate::{Cause, Idle, Simulation, Span};
 pub use verify::At;

@@ -283,7 +283,8 @@ impl Schedule {
     /// The schedule in time.
     ///
     /// # Errors
-    /// Those of [`Schedule::verify`] and, for this schedule's stages, of [`Costs::check`].
+    /// Those of [`Schedule::verify`] and, for this schedule's stages, of [`Costs::check`]; [`Error::CostsOverflow`] if the
+    /// sum of times, or of memory, is not finite.
     pub fn simulate(&self, costs: &Costs) -> Result<Simulation> {
         costs.check(Some(self.stages()))?;
         self.verify_lists()?;
@@ -314,7 +315,12 @@ impl Schedule {
 
     fn run(&self, mut clock: Clock<'_>) -> Result<Simulation> {
         walk(self, |rank, action| clock.advance(rank, action)).map_err(|cycle| Error::Deadlock { cycle })?;
-        Ok(clock.done)
+        let sums = [&clock.free, &clock.done.busy, &clock.level, &clock.done.peak_memory];
+        if sums.into_iter().flatten().all(|sum| sum.is_finite()) {
+            Ok(clock.done)
+        } else {
+            Err(Error::CostsOverflow)
+        }
     }
 }
 

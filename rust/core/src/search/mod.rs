@@ -19,7 +19,7 @@ mod watch;
 pub use watch::Progress;
 
 use crate::error::{Error, Result};
-use crate::schedule::{Costs, Maker, PerStage, Schedule, Simulation};
+use crate::schedule::{Costs, Maker, PerStage, Schedule, Simulation, is_limit};
 use climb::{climb, portfolio, sparing};
 use greedy::{Outcome, greedy};
 use problem::Problem;
@@ -181,10 +181,11 @@ fn check_limit(limit: Option<&PerStage>, ranks: usize) -> Result<()> {
         Some(PerStage::Each(limits)) if limits.len() != ranks => {
             Err(Error::LimitsDiffer { given: limits.len(), ranks })
         }
-        Some(limit) if (0..ranks).any(|rank| limit.of(rank).is_nan()) => {
-            Err(Error::BadMemory { what: "memory_limit", value: f64::NAN })
-        }
-        _ => Ok(()),
+        Some(limit) => (0..ranks)
+            .map(|rank| limit.of(rank))
+            .find(|&limit| !is_limit(limit))
+            .map_or(Ok(()), |value| Err(Error::BadLimit { value })),
+        None => Ok(()),
     }
 }
 

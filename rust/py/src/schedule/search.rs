@@ -41,6 +41,22 @@ impl Found {
     fn proven(&self) -> bool {
         self.gap <= 0.0
     }
+
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let py = slf.py();
+        let schedule = slf.as_super().get();
+        let (name, found) = (schedule.0.name().into_pyobject(py)?.repr()?, slf.get());
+        let (ranks, microbatches) = (schedule.0.ranks(), schedule.0.microbatches());
+        // Sums in their last digits tell nothing.
+        let short = |value: f64| value.into_pyobject(py)?.call_method1("__format__", (".6g",));
+        let cost = short(found.cost)?;
+        let known = if found.proven() {
+            "proven to be the best".to_owned()
+        } else {
+            format!("bound {}, gap {:.2} %", short(found.lower_bound)?, 100.0 * found.gap)
+        };
+        Ok(format!("<Found {name}: {ranks} ranks, {microbatches} micro-batches, cost {cost}, {known}>"))
+    }
 }
 
 /// How often `progress` is called while nothing changes.
