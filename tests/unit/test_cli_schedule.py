@@ -84,7 +84,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str], status: int = 
 def test_files_that_are_none(words: list[str], name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if name == "large.json" and "compare" in words:  # a table has a line for each schedule all the same
         assert main([*words, name]) == 0
-        assert capsys.readouterr().out.count("the costs are too large\n") == len(schedules.names())
+        assert capsys.readouterr().out.count("give them in a larger unit\n") == len(schedules.names())
         return
     refused([*words, name], capsys)
 

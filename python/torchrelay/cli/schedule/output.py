@@ -1,7 +1,6 @@
 """How the commands about schedules show one: for people, for programs, in a file."""
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,9 +42,7 @@ class Output:
         """
         with user_errors():
             schedule.verify(memory_limit=limit, costs=costs)
-            simulation = schedule.simulate(costs)
-        if not all(map(math.isfinite, (simulation.makespan, *simulation.peak_memory))):
-            raise UserError("the costs are too large: their sum is no number any more")
+            schedule.simulate(costs)  # before anything is written
         if self.html is not None:
             _write(self.html, schedule, costs)
         if self.json:
