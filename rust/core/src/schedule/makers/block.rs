@@ -18,7 +18,7 @@ use super::super::action::{Action, Kind};
 use super::Shape;
 
 /// Units of time after which the next micro-batch does the same.
-const PERIOD: usize = 6;
+pub(super) const PERIOD: usize = 6;
 /// The kinds of a block, and the rank's first or second stage; the order of everything below.
 const PARTS: [(Kind, usize); PERIOD] = [
     (Kind::Forward, 0),
@@ -99,12 +99,15 @@ pub(super) fn squeezed(shape: Shape, block: &Block, limit: usize) -> Option<(Vec
     let mut done: Vec<[Vec<usize>; 4]> =
         (0..p).map(|_| std::array::from_fn(|_| vec![usize::MAX; m])).collect();
     let mut ranks: Vec<Rank> = block.iter().map(|&times| Rank::new(times)).collect();
-    let mut now = 0;
-    while ranks.iter().any(|rank| rank.next.iter().any(|&next| next < m)) {
-        let mut idle = true;
-        for (index, rank) in ranks.iter_mut().enumerate() {
+    let (mut now, mut left) = (0, PERIOD * m * p);
+    // What a rank can do changes only with what it or a neighbour has done just before.
+    let mut awake: Vec<usize> = (0..p).collect();
+    let mut woken = vec![0; p];
+    while left > 0 {
+        let mut next_awake = Vec::new();
+        for index in awake {
+            let rank = ranks.get_mut(index)?;
             let Some(part) = rank.choose(index, shape, limit, &done, now) else { continue };
-            idle = false;
             let (kind, second) = *PARTS.get(part)?;
             let next = rank.next.get_mut(part)?;
             let stage = if second == 1 { 2 * p - 1 - index } else { index };
@@ -116,11 +119,18 @@ pub(super) fn squeezed(shape: Shape, block: &Block, limit: usize) -> Option<(Vec
             rank.level += ADDS.get(part)?;
             rank.start = rank.start.min(now);
             rank.end = now + 1;
+            left -= 1;
+            for near in index.saturating_sub(1)..(index + 2).min(p) {
+                if std::mem::replace(woken.get_mut(near)?, now + 1) != now + 1 {
+                    next_awake.push(near);
+                }
+            }
         }
         // Whatever was begun is done by now: if nothing was, nothing will be.
-        if idle {
+        if next_awake.is_empty() {
             return None;
         }
+        awake = next_awake;
         now += 1;
     }
     let cost = ranks.iter().map(|rank| rank.end - rank.start).max()?;

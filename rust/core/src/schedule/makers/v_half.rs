@@ -9,14 +9,29 @@
 use super::super::action::Action;
 use super::{Shape, block};
 
+/// With more ranks, and no fewer micro-batches, the best block is that of fewer ranks in the same place of its period: to
+/// squeeze all of them takes long, and makes no difference there.
+const MANY: usize = 24;
+
 /// All ranks' lists.
 pub(super) fn lists(shape: Shape) -> Option<Vec<Vec<Action>>> {
-    let limit = shape.p + 2;
-    // Which of the blocks has the least bubble shows with few micro-batches already.
+    let Shape { p, m, .. } = shape;
+    let offsets = [1, 2, 1, 2];
+    let few = if p > MANY && m >= p { MANY - block::PERIOD + p % block::PERIOD } else { p };
+    let best = best(Shape { p: few, ..shape }, offsets)?;
+    let block = block::blocks(p, offsets).into_iter().nth(best)?;
+    block::squeezed(shape, &block, limit(p)).map(|(lists, _)| lists)
+}
+
+/// Which of the blocks has the least bubble, which few micro-batches show already.
+fn best(shape: Shape, offsets: block::Offsets) -> Option<usize> {
     let few = Shape { m: shape.m.min(shape.p + 2), ..shape };
-    let blocks = block::blocks(shape.p, [1, 2, 1, 2]);
-    let cost = |block: &_| block::squeezed(few, block, limit).map(|(_, cost)| cost);
-    let (_, best) =
-        blocks.iter().filter_map(|block| Some((cost(block)?, block))).min_by_key(|&(cost, _)| cost)?;
-    block::squeezed(shape, best, limit).map(|(lists, _)| lists)
+    let blocks = block::blocks(shape.p, offsets);
+    let cost = |block: &_| block::squeezed(few, block, limit(shape.p)).map(|(_, cost)| cost);
+    let costs = blocks.iter().enumerate().filter_map(|(place, block)| Some((cost(block)?, place)));
+    costs.min_by_key(|&(cost, _)| cost).map(|(_, place)| place)
+}
+
+fn limit(p: usize) -> usize {
+    p + 2
 }
