@@ -61,7 +61,7 @@ def make_rank(
     """What one rank does in the schedule of that name, made without the other ranks' lists.
 
     Time and memory are linear in the rank's own work, so that each of many processes can make its own. Only ``v_half``
-    and ``v_min`` follow from what all ranks do, and are made for all before all but one are dropped.
+    and ``v_min`` follow from what all ranks do: they take the time of all, though no more memory.
 
     Args:
         name: One of `names()`.

@@ -93,29 +93,36 @@ pub(super) fn peak(block: &Block) -> usize {
 
 /// Repeats a block for all micro-batches and squeezes it: every rank does, in each unit of time, the first of what is left
 /// that can be done without holding more than `limit` then or later; once it has no forwards left, gradients of inputs
-/// before those of weights. `None` if that comes to a halt. Also how long the rank that takes longest takes.
-pub(super) fn squeezed(shape: Shape, block: &Block, limit: usize) -> Option<(Vec<Vec<Action>>, usize)> {
+/// before those of weights. `None` if that comes to a halt. Also how long the rank that takes longest takes. With `only` a
+/// rank the others' lists stay empty, and memory is that rank's own, and a few numbers for each.
+pub(super) fn squeezed(
+    shape: Shape,
+    block: &Block,
+    limit: usize,
+    only: Option<usize>,
+) -> Option<(Vec<Vec<Action>>, usize)> {
     let Shape { p, m, .. } = shape;
-    let mut done: Vec<[Vec<usize>; 4]> =
-        (0..p).map(|_| std::array::from_fn(|_| vec![usize::MAX; m])).collect();
+    // How many micro-batches each rank was through with before now, of each part.
+    let mut done = vec![[0; PERIOD]; p];
     let mut ranks: Vec<Rank> = block.iter().map(|&times| Rank::new(times)).collect();
     let (mut now, mut left) = (0, PERIOD * m * p);
     // What a rank can do changes only with what it or a neighbour has done just before.
     let mut awake: Vec<usize> = (0..p).collect();
     let mut woken = vec![0; p];
     while left > 0 {
-        let mut next_awake = Vec::new();
+        let (mut next_awake, mut acted) = (Vec::new(), Vec::new());
         for index in awake {
             let rank = ranks.get_mut(index)?;
-            let Some(part) = rank.choose(index, shape, limit, &done, now) else { continue };
-            let (kind, second) = *PARTS.get(part)?;
+            let Some(part) = rank.choose(index, shape, limit, &done) else { continue };
             let next = rank.next.get_mut(part)?;
-            let stage = if second == 1 { 2 * p - 1 - index } else { index };
-            rank.actions.push(Action::known(kind, u16::try_from(stage).ok()?, u32::try_from(*next).ok()?));
-            if let Some(entry) = done.get_mut(index)?.get_mut(part).and_then(|done| done.get_mut(*next)) {
-                *entry = now + 1;
+            if only.is_none_or(|only| only == index) {
+                let (kind, second) = *PARTS.get(part)?;
+                let stage = if second == 1 { 2 * p - 1 - index } else { index };
+                let action = Action::known(kind, u16::try_from(stage).ok()?, u32::try_from(*next).ok()?);
+                rank.actions.push(action);
             }
             *next += 1;
+            acted.push((index, part));
             rank.level += ADDS.get(part)?;
             rank.start = rank.start.min(now);
             rank.end = now + 1;
@@ -129,6 +136,9 @@ pub(super) fn squeezed(shape: Shape, block: &Block, limit: usize) -> Option<(Vec
         // Whatever was begun is done by now: if nothing was, nothing will be.
         if next_awake.is_empty() {
             return None;
+        }
+        for (index, part) in acted {
+            *done.get_mut(index)?.get_mut(part)? += 1;
         }
         awake = next_awake;
         now += 1;
@@ -162,12 +172,11 @@ impl Rank {
         rank: usize,
         Shape { p, m, .. }: Shape,
         limit: usize,
-        done: &[[Vec<usize>; 4]],
-        now: usize,
+        done: &[[usize; PERIOD]],
     ) -> Option<usize> {
         let forwards_left = self.next.iter().take(2).any(|&next| next < m);
         let is_done = |rank: usize, part: usize, i: usize| {
-            done.get(rank).and_then(|done| done.get(part)?.get(i)).is_some_and(|&end| end <= now)
+            done.get(rank).and_then(|done| done.get(part)).is_some_and(|&count| count > i)
         };
         let last = p - 1;
         let ready = |part: usize, i: usize| match part {

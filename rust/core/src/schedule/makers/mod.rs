@@ -131,7 +131,7 @@ impl Maker {
     /// [`Error::NotPermitted`] for those that the schedule's rule does not permit.
     pub fn make(self, ranks: usize, microbatches: usize, stages_per_rank: Option<usize>) -> Result<Schedule> {
         let shape = self.shape(ranks, microbatches, stages_per_rank)?;
-        let (actions, overlaps) = if let Some(lists) = self.lists(shape) {
+        let (actions, overlaps) = if let Some(lists) = self.lists(shape, None) {
             (lists, Vec::new())
         } else {
             let lists = (0..ranks).map(|rank| self.list(shape, rank));
@@ -157,7 +157,7 @@ impl Maker {
         if rank >= ranks {
             return Err(no_such(rank, ranks));
         }
-        let List { actions, overlaps } = match self.lists(shape) {
+        let List { actions, overlaps } = match self.lists(shape, Some(rank)) {
             Some(mut lists) if rank < lists.len() => {
                 List { actions: lists.swap_remove(rank), overlaps: Vec::new() }
             }
@@ -223,10 +223,10 @@ impl Maker {
     }
 
     /// The lists of all ranks, of schedules in which a rank's own depends on the others'.
-    fn lists(self, shape: Shape) -> Option<Vec<Vec<super::Action>>> {
+    fn lists(self, shape: Shape, only: Option<usize>) -> Option<Vec<Vec<super::Action>>> {
         match self {
-            Self::VHalf => v_half::lists(shape),
-            Self::VMin => v_min::lists(shape),
+            Self::VHalf => v_half::lists(shape, only),
+            Self::VMin => v_min::lists(shape, only),
             _ => None,
         }
     }

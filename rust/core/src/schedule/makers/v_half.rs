@@ -13,21 +13,21 @@ use super::{Shape, block};
 /// squeeze all of them takes long, and makes no difference there.
 const MANY: usize = 24;
 
-/// All ranks' lists.
-pub(super) fn lists(shape: Shape) -> Option<Vec<Vec<Action>>> {
+/// All ranks' lists, or `only` one's.
+pub(super) fn lists(shape: Shape, only: Option<usize>) -> Option<Vec<Vec<Action>>> {
     let Shape { p, m, .. } = shape;
     let offsets = [1, 2, 1, 2];
     let few = if p > MANY && m >= p { MANY - block::PERIOD + p % block::PERIOD } else { p };
     let best = best(Shape { p: few, ..shape }, offsets)?;
     let block = block::blocks(p, offsets).into_iter().nth(best)?;
-    block::squeezed(shape, &block, limit(p)).map(|(lists, _)| lists)
+    block::squeezed(shape, &block, limit(p), only).map(|(lists, _)| lists)
 }
 
 /// Which of the blocks has the least bubble, which few micro-batches show already.
 fn best(shape: Shape, offsets: block::Offsets) -> Option<usize> {
     let few = Shape { m: shape.m.min(shape.p + 2), ..shape };
     let blocks = block::blocks(shape.p, offsets);
-    let cost = |block: &_| block::squeezed(few, block, limit(shape.p)).map(|(_, cost)| cost);
+    let cost = |block: &_| block::squeezed(few, block, limit(shape.p), Some(0)).map(|(_, cost)| cost);
     let costs = blocks.iter().enumerate().filter_map(|(place, block)| Some((cost(block)?, place)));
     costs.min_by_key(|&(cost, _)| cost).map(|(_, place)| place)
 }

@@ -10,11 +10,11 @@
 use super::super::action::Action;
 use super::{Shape, block};
 
-/// All ranks' lists.
-pub(super) fn lists(shape: Shape) -> Option<Vec<Vec<Action>>> {
+/// All ranks' lists, or `only` one's.
+pub(super) fn lists(shape: Shape, only: Option<usize>) -> Option<Vec<Vec<Action>>> {
     let blocks = block::blocks(shape.p, [1, 1, 1, 1]);
     // The first of the smallest.
     let least = blocks.iter().min_by_key(|block| block::peak(block))?;
     let limit = block::peak(least);
-    block::squeezed(shape, least, limit).map(|(lists, _)| lists)
+    block::squeezed(shape, least, limit, only).map(|(lists, _)| lists)
 }
