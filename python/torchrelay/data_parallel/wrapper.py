@@ -29,7 +29,7 @@ from torchrelay.data_parallel.logging_data import logging_data
 from torchrelay.data_parallel.options import checked_auto, chosen_devices, forward_sync, output_place, refuse_missing
 from torchrelay.data_parallel.outputs import watch_outputs
 from torchrelay.data_parallel.parameters import Inventory, take_inventory
-from torchrelay.data_parallel.reducer import Reducer
+from torchrelay.data_parallel.reduction.reducer import Reducer
 from torchrelay.data_parallel.replicas import Replicas
 from torchrelay.data_parallel.torch_names import TorchNames
 from torchrelay.data_parallel.uneven import Round, StandIn, find_last, meet
@@ -259,8 +259,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _tell_reducer(self) -> None:
         if self._reducer is not None:
-            self._reducer.enabled = self._enabled
-            self._reducer.weight = self._weight
+            self._reducer.participation.enabled = self._enabled
+            self._reducer.participation.weight = self._weight
             self._reducer.manual = self._manual
             self._guard_steps()
 
@@ -542,7 +542,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 self._watch,
                 as_views=self.gradient_as_bucket_view,
                 hook=self._comm_hook,
-                modes=None if before is None else before.modes,
+                modes=None if before is None else before.participation.modes,
                 replicas=self._replicas,
                 replan=replan,
                 always=self._auto,
@@ -607,8 +607,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if expected.sends_buffers:
             self._sync_buffers(expected.live[0], self._backwards)
         if self._reducer is not None:
-            self._reducer.joining = True
-            self._reducer.expect(expected, by_live=not self._divide_by_initial_world_size)
+            self._reducer.participation.rounds.expect(expected, by_live=not self._divide_by_initial_world_size)
 
     def _stand_in(self) -> None:
         """For one training forward and backward of the ranks that are not through, on one that is."""
@@ -630,7 +629,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     def _leave_join(self) -> None:
         Joinable.__init__(self)  # torch leaves the configuration as it is
         if self._reducer is not None:
-            self._reducer.leave_join()
+            self._reducer.participation.rounds.leave()
 
     def _connect_anew(self) -> None:
         inventory = take_inventory(self.module, self.parameters_to_ignore)
