@@ -83,10 +83,10 @@ def test_layers_without_parameters_may_come_and_go(rank, world):
     for seed in range(2):
         step(wrapped, plain, rank, world, seed)
     assert wrapped.plan.buckets == plan.buckets
-    reducer = wrapped._reducer
+    reducer = wrapped._connection.reducer
     del module[-1], plain[-1]
     step(wrapped, plain, rank, world)
-    assert wrapped._reducer is reducer
+    assert wrapped._connection.reducer is reducer
 
 
 @on_ranks

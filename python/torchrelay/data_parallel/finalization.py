@@ -2,6 +2,7 @@
 means yet, and whoever uses them would train each rank by itself.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -10,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchrelay.errors import ReductionError
 
-__all__ = ["Unfinished", "guard_steps"]
+__all__ = ["StepGuard", "Unfinished"]
 
 _NAMES_SHOWN = 4
 
@@ -44,19 +45,34 @@ class Unfinished:
             )
 
 
-def guard_steps(waiting: Callable[[], Sequence[torch.Tensor]]) -> Callable[[], None]:
-    """Lets no optimizer of torch's take a step with any of `waiting()`; returns what ends that.
+class StepGuard:
+    """Lets no optimizer of torch's take a step with any of `waiting()`, while it is on; it is off at first.
 
     The owner of that method is not kept alive.
     """
-    asked = weakref.WeakMethod(waiting)
 
-    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        ask = asked()
-        held = {id(parameter) for parameter in ask()} if ask is not None else set()
-        if held and any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"]):
-            raise ReductionError(
-                "an optimizer was to take a step with gradients that are not averaged yet: call finalize_backward first"
-            )
+    def __init__(self, waiting: Callable[[], Sequence[torch.Tensor]]) -> None:
+        self._waiting = weakref.WeakMethod(waiting)
+        self._remove: weakref.finalize[[], StepGuard] | None = None
 
-    return register_optimizer_step_pre_hook(before).remove
+    def switch(self, on: bool) -> None:
+        """Turns it on, or off."""
+        if on == (self._remove is not None):
+            return
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
+        else:
+            handle = register_optimizer_step_pre_hook(functools.partial(_check, self._waiting))
+            self._remove = weakref.finalize(self, handle.remove)
+
+
+def _check(
+    waiting: "weakref.WeakMethod[Callable[[], Sequence[torch.Tensor]]]", optimizer: torch.optim.Optimizer, *_: object
+) -> None:
+    ask = waiting()
+    held = {id(parameter) for parameter in ask()} if ask is not None else set()
+    if held and any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"]):
+        raise ReductionError(
+            "an optimizer was to take a step with gradients that are not averaged yet: call finalize_backward first"
+        )

@@ -5,7 +5,29 @@ import typing
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["found_again", "hand_group", "saved_ranks", "without_group"]
+if typing.TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["chosen_group", "found_again", "hand_group", "saved_ranks", "without_group"]
+
+
+def chosen_group(group: dist.ProcessGroup | None, mesh: "DeviceMesh | None") -> dist.ProcessGroup:
+    """The group of a constructor's arguments: all ranks by default.
+
+    Raises:
+        ValueError: Both are given, or the mesh has several dimensions.
+        RuntimeError: There is no group.
+    """
+    if group is not None and mesh is not None:
+        raise ValueError("process_group and device_mesh name the same ranks: pass one of them")
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"a device mesh of one dimension is needed, but this one has {mesh.ndim}: pass a slice of it, as "
+                'mesh["dp"] for the dimension named "dp"'
+            )
+        return mesh.get_group()
+    return found_again(None) if group is None else group
 
 
 def saved_ranks(group: dist.ProcessGroup) -> list[int] | None:

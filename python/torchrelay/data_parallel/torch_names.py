@@ -1,5 +1,6 @@
 """What torch's class has besides its documented methods, and code in the wild reads."""
 
+import itertools
 import typing
 import warnings
 from collections.abc import Iterator, Sequence
@@ -7,8 +8,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from torchrelay.data_parallel.connection import Connection
+from torchrelay.data_parallel.logging_data import logging_data
 from torchrelay.data_parallel.options import chosen_devices
+from torchrelay.data_parallel.planner import Planner
 from torchrelay.data_parallel.scatter import join, scatter
+from torchrelay.errors import ReductionError
 
 __all__ = ["TorchNames"]
 
@@ -20,7 +25,11 @@ class TorchNames:
     dim: int
     static_graph: bool
     forward_sync_buffers: bool
-    _limits: list[int]
+    device_ids: list[int | torch.device | str] | None
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    _planner: Planner
+    _connection: Connection
 
     @property
     def device(self) -> torch.device:
@@ -40,7 +49,7 @@ class TorchNames:
     @property
     def bucket_bytes_cap(self) -> int:
         """The limit of all buckets but the first ones formed, in bytes."""
-        return self._limits[-1]
+        return self._planner.limits[-1]
 
     def will_sync_module_buffers(self) -> bool:
         """Whether there are buffers that are copied from rank 0 before a training forward."""
@@ -82,3 +91,50 @@ class TorchNames:
         for name, parameter in module.named_parameters():
             if name not in ignored:
                 yield (name, parameter) if named_params else parameter
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Leaves these parameters and buffers, by full name, out of everything; to be called before wrapping."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]  # what other code of torch's goes by
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the plan is that of all backwards to come, for hooks of torch's that overlap a sharded optimizer."""
+        return self._connection.backwards > 0
+
+    def _check_reducer_finalized(self) -> None:
+        """For the end of a step.
+
+        Raises:
+            ReductionError: A backward waits to be finalized.
+        """
+        if self._connection.waiting():
+            raise ReductionError(f"backward {self._connection.backwards} waits to be finalized: call finalize_backward")
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        """Facts for logs, under the names that torch's class uses. Times are not measured: a profiler shows them."""
+        connection = self._connection
+        name = None if connection.hook is None else connection.hook.name
+        facts = logging_data(self.module, connection.plan, connection.group, iteration=connection.backwards, hook=name)
+        return facts | {
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+        }
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Accepted: nothing is sampled.
+
+        Raises:
+            ValueError: The rate is below 1.
+        """
+        if sample_rate < 1:
+            raise ValueError(f"a sample rate is 1 or more, but this is {sample_rate}")

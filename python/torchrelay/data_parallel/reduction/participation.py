@@ -9,6 +9,7 @@ from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.modes import Mode, Modes
 from torchrelay.data_parallel.reduction.progress import Progress
 from torchrelay.data_parallel.reduction.rounds import Rounds
+from torchrelay.data_parallel.switches import Switches
 from torchrelay.data_parallel.waiting import Place, Watch
 from torchrelay.data_parallel.weights import Part, Scale, Share
 from torchrelay.errors import RankMismatchError, ReductionError
@@ -20,6 +21,7 @@ class Participation:
     """Of one rank, in the backwards that begin from now on.
 
     Args:
+        switches: Whether they are reduced, and with which weight.
         average: Knows the group.
         watch: What waits for the other ranks.
         progress: Of this rank.
@@ -28,14 +30,13 @@ class Participation:
         modes: How the ranks have gone about a backward so far.
 
     Attributes:
-        enabled: Whether they are reduced.
-        weight: How much this rank counts in those, if ranks differ in that; None on all ranks, or on none.
         rounds: What is announced inside `join`.
         modes: As given.
     """
 
     def __init__(
         self,
+        switches: Switches,
         average: Averager,
         watch: Watch,
         progress: Progress,
@@ -43,10 +44,9 @@ class Participation:
         hook: CommHook | None,
         modes: Modes,
     ) -> None:
-        self.enabled = True
-        self.weight: float | None = None
         self.rounds = Rounds()
         self.modes = modes
+        self._switches = switches
         self._average = average
         self._watch = watch
         self._progress = progress
@@ -61,8 +61,8 @@ class Participation:
                 was not brought to an end.
         """
         if self.rounds.joining:
-            self.rounds.check(reduces=self.enabled, weighted=self.weight is not None)
-        if not self.enabled:
+            self.rounds.check(reduces=self._switches.enabled, weighted=self._switches.weight is not None)
+        if not self._switches.enabled:
             return None
         if self._hook is not None:
             self._hook.begin()
@@ -74,13 +74,13 @@ class Participation:
 
     @property
     def _mode(self) -> Mode:
-        return Mode(self.weight is not None, None if self._hook is None else self._hook.name)
+        return Mode(self._switches.weight is not None, None if self._hook is None else self._hook.name)
 
     def share(self) -> Part | None:
         """How much its gradients count, unless it is as much as any other's."""
         factor = self.rounds.take()
-        if self.weight is not None:
-            return self.weigh(self.weight)
+        if self._switches.weight is not None:
+            return self.weigh(self._switches.weight)
         return None if factor is None else Scale(factor)
 
     def meets_others(self, mismatch: ReductionError) -> bool:

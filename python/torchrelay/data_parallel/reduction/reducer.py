@@ -42,8 +42,10 @@ from torchrelay.data_parallel.reduction.memory import Memory
 from torchrelay.data_parallel.reduction.order import Order, Replan
 from torchrelay.data_parallel.reduction.participation import Participation
 from torchrelay.data_parallel.reduction.progress import Progress
+from torchrelay.data_parallel.reduction.rounds import Rounds
 from torchrelay.data_parallel.reduction.sending import Sender
 from torchrelay.data_parallel.replicas import Replicas
+from torchrelay.data_parallel.switches import Switches
 from torchrelay.data_parallel.trouble import late_error
 from torchrelay.data_parallel.uneven import Round
 from torchrelay.data_parallel.waiting import Watch
@@ -61,6 +63,7 @@ class Reducer:
         plan: Their buckets; at least one.
         group: The ranks.
         watch: What waits for them.
+        switches: What the user may switch at any time.
         as_views: Whether gradients become views of the buckets' memory.
         hook: What is called for a bucket in place of the average, if anything.
         modes: How the ranks go about a backward, if there was a reducer before this one.
@@ -70,8 +73,6 @@ class Reducer:
         always: Also if there is one bucket, which no order changes.
 
     Attributes:
-        participation: Whether backwards that begin from now on are reduced, and how much this rank counts in them.
-        manual: Whether they are finalized by the user.
         fused: Parameters whose optimizers take their step at the end of a reduced backward.
     """
 
@@ -82,6 +83,7 @@ class Reducer:
         group: dist.ProcessGroup,
         watch: Watch,
         *,
+        switches: Switches,
         as_views: bool,
         hook: CommHook | None = None,
         modes: Modes | None = None,
@@ -89,18 +91,18 @@ class Reducer:
         replan: Replan | None = None,
         always: bool = False,
     ) -> None:
-        self.manual = False
         self.fused: Sequence[torch.Tensor] = ()
         self._names = inventory.names
         self._parameters = inventory.tensors
         self._hook = hook
         self._replicas = replicas
+        self._switches = switches
         self._progress = Progress(plan, group)
         average = Averager(group, watch)
         device = inventory.tensors[plan.buckets[-1].members[0]].device
         if modes is None:
             modes = Modes(watch, self._progress.rank, Mode())
-        self.participation = Participation(average, watch, self._progress, device, hook, modes)
+        self._participation = Participation(switches, average, watch, self._progress, device, hook, modes)
         watch.alarm = weakly(modes.look)
         if hook is not None:
             hook.failures.alarm = watch.alarm
@@ -144,6 +146,16 @@ class Reducer:
         """How many reduced backwards have been completed."""
         return self._progress.backward
 
+    @property
+    def rounds(self) -> Rounds:
+        """What is announced inside `join`."""
+        return self._participation.rounds
+
+    @property
+    def modes(self) -> Modes:
+        """How the ranks go about a backward."""
+        return self._participation.modes
+
     def close(self) -> None:
         """Takes the hooks off the parameters."""
         self._arrivals.close()
@@ -170,10 +182,10 @@ class Reducer:
             if self._arrivals.active:
                 return
             self._settle()
-            mismatch = self.participation.meet()
+            mismatch = self._participation.meet()
             ending = Ending(self)
             Variable._execution_engine.queue_callback(ending)
-            self._reducing = self.participation.enabled
+            self._reducing = self._switches.enabled
             self._finished = False
             self._take_part(mismatch)
             if self._order is not None:
@@ -182,7 +194,7 @@ class Reducer:
                 self._memory.open()
             # Nothing is taken before all ranks have agreed on the plan; nor if a user's hook may change a gradient once
             # it was counted, unless such a hook may be there to finalize.
-            hold = self._order is not None or not (self.manual or self._arrivals.are_final())
+            hold = self._order is not None or not (self._switches.manual or self._arrivals.are_final())
             self._arrivals.start(reduces=self._reducing, hold=hold)
             if mismatch is not None:
                 try:
@@ -197,7 +209,7 @@ class Reducer:
 
     def _take_part(self, mismatch: ReductionError | None) -> None:
         """How much this rank's gradients count, and whether it sends any."""
-        sender, participation = self._sender, self.participation
+        sender, participation = self._sender, self._participation
         if mismatch is None:
             sender.begin(muted=False)
             sender.share = participation.share() if self._reducing else None
@@ -240,7 +252,7 @@ class Reducer:
                             self._plan_anew(self._order.agree(self._arrivals.order()))
                             self._memory.open()
                     self._sender.launch_rest()
-                    if self.manual:
+                    if self._switches.manual:
                         self._unfinished = Unfinished(self._names, self._parameters)
                         return
                     self._finish()
@@ -263,7 +275,7 @@ class Reducer:
 
     def _hear(self) -> None:
         """What the other ranks have said."""
-        compare = not self._warned and self.participation.weight is None
+        compare = not self._warned and self._switches.weight is None
         self._warned |= self._memory.words.check(compare=compare)
 
     def _close(self) -> None:
@@ -370,7 +382,7 @@ class Reducer:
             self._settle()
             if self._hook is not None:
                 self._hook.begin()
-            share = self.participation.weigh(0) if expected.weighted else None
+            share = self._participation.weigh(0) if expected.weighted else None
             if self._order is not None:
                 self._plan_anew(self._order.follow())
             self._memory.open()

@@ -1,0 +1,209 @@
+"""What connects a module with the other ranks: made when it is wrapped, and anew when its parameters change."""
+
+import datetime
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchrelay.data_parallel.agreement import agree
+from torchrelay.data_parallel.broadcast import BufferSync, broadcast_from
+from torchrelay.data_parallel.comm_hook import CommHook
+from torchrelay.data_parallel.fused import known_hooks, take_over
+from torchrelay.data_parallel.parameters import Inventory, take_inventory
+from torchrelay.data_parallel.planner import Planner
+from torchrelay.data_parallel.reduction.reducer import Reducer
+from torchrelay.data_parallel.replicas import Replicas
+from torchrelay.data_parallel.switches import Switches
+from torchrelay.data_parallel.waiting import Place, Watch, time_limit
+from torchrelay.planning.bucket_plan import BucketPlan
+
+__all__ = ["Connection"]
+
+
+class Connection:
+    """A module's parameters and buffers as they are known, and what goes on with them.
+
+    Nothing is sent before the first of `agree`, `copy_from` and `connect` is called; `connect` itself sends nothing.
+
+    Args:
+        module: What is wrapped.
+        group: The ranks.
+        ignored: Full names of parameters and buffers that are left alone.
+        timeout: How long to wait for the other ranks, as a user gives it.
+        planner: Makes the plan.
+        switches: Of the wrapper.
+        as_views: Whether gradients become views of the buckets' memory.
+
+    Attributes:
+        inventory: The parameters and buffers.
+        reducer: Averages the gradients; None if there are none.
+        hook: What does that for a bucket, in place of the average.
+        replicas: Of the module in this process, if it has any besides itself.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        *,
+        ignored: Collection[str],
+        timeout: "datetime.timedelta | float | None",
+        planner: Planner,
+        switches: Switches,
+        as_views: bool,
+    ) -> None:
+        self.group = group
+        self.inventory = take_inventory(module, ignored)
+        self.reducer: Reducer | None = None
+        self.hook: CommHook | None = None
+        self.replicas: Replicas | None = None
+        self._module = module
+        self._ignored = ignored
+        self._planner = planner
+        self._switches = switches
+        self._as_views = as_views
+        label = f"{type(module).__name__} of {len(self.inventory.lines)} parameters"
+        self.watch = Watch(group, time_limit(group, timeout), label)
+
+    @property
+    def device(self) -> torch.device:
+        """One that the group can send from."""
+        return next((parameter.device for parameter in self.inventory.tensors), torch.device("cpu"))
+
+    @property
+    def plan(self) -> BucketPlan:
+        """What is carried out."""
+        return self._first_plan if self.reducer is None else self.reducer.plan
+
+    @property
+    def backwards(self) -> int:
+        """How many backwards have been reduced."""
+        return 0 if self.reducer is None else self.reducer.backwards
+
+    def waiting(self) -> Sequence[nn.Parameter]:
+        """The parameters whose gradients the user has to finalize."""
+        return self.inventory.tensors if self.reducer is not None and self.reducer.awaits else ()
+
+    # --- with the other ranks
+
+    def agree(self) -> None:
+        """Whether all ranks have the same.
+
+        Raises:
+            RankMismatchError: They have not; raised on every rank.
+            ReductionError: Another rank did not come.
+        """
+        self._agree(self.inventory)
+
+    def _agree(self, inventory: Inventory) -> None:
+        limits, given = self._planner.words()
+        buffers = [
+            f"{slot.name}: shape {list(held.shape)}, {held.dtype}"
+            for slot in inventory.buffers
+            if (held := slot.held) is not None
+        ]
+        agree(
+            self.group,
+            self.watch,
+            Place(self.backwards, -1, "the comparison of the ranks' modules"),
+            [
+                ("parameter", inventory.lines),
+                ("buffer", buffers),
+                ("ignored name", sorted(self._ignored)),
+                ("option", [limits, f"buffers are broadcast: {self._switches.buffers}"]),
+                ("given bucket", given),
+            ],
+        )
+
+    def copy_from(self, source: int, *, buffers: bool) -> None:
+        """Makes all parameters, and buffers, those of one rank."""
+        held = self.inventory.held_buffers() if buffers else ()
+        broadcast_from(source, [*self.inventory.shared, *held], self.group)
+
+    def copy_buffers(self, source: int) -> None:
+        """Makes the buffers those of one rank, before a forward."""
+        self._sync_buffers(source, self.backwards)
+
+    # --- made, and made anew
+
+    def connect(self) -> None:
+        """Makes the plan and what carries it out, for the parameters as they are known."""
+        self._connect(None)
+
+    def _connect(self, before: Reducer | None) -> None:
+        inventory, group = self.inventory, self.group
+        if self.replicas is not None:
+            self.replicas.refresh()  # there may be other parameters than before
+        world_size = dist.get_world_size(group)
+        self._first_plan = self._planner.first(inventory, world_size)
+        self._sync_buffers = BufferSync(inventory.buffers, group, self.watch)
+        self.reducer = (
+            Reducer(
+                inventory,
+                self._first_plan,
+                group,
+                self.watch,
+                switches=self._switches,
+                as_views=self._as_views,
+                hook=self.hook,
+                modes=None if before is None else before.modes,
+                replicas=self.replicas,
+                replan=self._planner.replan(inventory, world_size),
+                always=self._planner.auto,
+            )
+            if self._first_plan.buckets
+            else None
+        )
+        self._take_over()
+
+    def register(self, hook: CommHook) -> None:
+        """From the next backward on, buckets are given to the hook."""
+        self.hook = hook
+        self._reconnect()
+
+    def replace(self) -> None:
+        """The parameters are other objects now, as on every rank, and what was added up is of no account."""
+        if self.reducer is not None:
+            self.reducer.close()
+        self.inventory = take_inventory(self._module, self._ignored)
+        self._connect(None)
+
+    def outdated(self) -> bool:
+        """Whether parameters have changed so that they must be looked through again.
+
+        Raises:
+            ReductionError: A parameter was replaced by another object, or removed.
+        """
+        return self.inventory.outdated()
+
+    def update(self) -> None:
+        """Looks through them again, which every rank does at the same forward."""
+        inventory = take_inventory(self._module, self._ignored)
+        self._agree(inventory)
+        if added := inventory.added(self.inventory):
+            broadcast_from(0, [*added, *inventory.held_buffers()], self.group)
+        self.inventory = inventory
+        self._reconnect()
+
+    def _reconnect(self) -> None:
+        """As `connect`, where backwards without a reduction may have added something up, which counts."""
+        before = self.reducer
+        if before is not None:
+            before.close()
+        self._connect(before)
+        if before is not None and self.reducer is not None:
+            self.reducer.follow(before)
+
+    # --- optimizers that take their step within the backward
+
+    def look_for_optimizers(self) -> None:
+        """Takes over those that have come since."""
+        if known_hooks() != self._known_hooks:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        self._known_hooks = known_hooks()
+        if self.reducer is not None:
+            self.reducer.fused = take_over(self.inventory.tensors)
