@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torchrelay import DistributedDataParallel
 
+Sample = TypeVar("Sample")
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
@@ -34,10 +36,36 @@ def wrap(module: nn.Module, **options: object) -> tuple[DistributedDataParallel,
     return DistributedDataParallel(module, **options), plain
 
 
-def accumulate_mean(plain: nn.Module, losses: Sequence[Callable[[nn.Module], torch.Tensor]]) -> None:
-    """Adds the mean of the losses' gradients to those of the plain module."""
-    for one in losses:
-        (one(plain) / len(losses)).backward()
+def add_mean(
+    plain: nn.Module, samples: Sequence[Sample], one: Callable[[nn.Module, Sample], torch.Tensor] = loss
+) -> None:
+    """Adds the mean of the samples' gradients to those of the plain module; `one(plain, sample)` is a loss."""
+    for sample in samples:
+        (one(plain, sample) / len(samples)).backward()
+
+
+def check_backward(
+    wrapped: DistributedDataParallel,
+    plain: nn.Module,
+    samples: Sequence[Sample],
+    one: Callable[[nn.Module, Sample], torch.Tensor] = loss,
+) -> None:
+    """A reduced backward of this rank's sample adds what all samples' add to the plain module's gradients."""
+    one(wrapped, samples[dist.get_rank()]).backward()
+    add_mean(plain, samples, one)
+    assert_same_gradients(wrapped.module, plain)
+
+
+def check_step(
+    wrapped: DistributedDataParallel,
+    plain: nn.Module,
+    samples: Sequence[Sample],
+    one: Callable[[nn.Module, Sample], torch.Tensor] = loss,
+) -> None:
+    """The same without gradients of before."""
+    wrapped.zero_grad()
+    plain.zero_grad()
+    check_backward(wrapped, plain, samples, one)
 
 
 def assert_same_gradients(module: nn.Module, plain: nn.Module) -> None:

@@ -11,23 +11,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import (
-    accumulate_mean,
+    add_mean,
     assert_equal_on_ranks,
     assert_same_gradients,
+    check_backward,
+    check_step,
     inputs,
     loss,
     mlp,
     raised,
     wrap,
 )
+from models import Fails
 from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchrelay import DistributedDataParallel
 from torchrelay.errors import ReductionError
-
-OPTIONS = {"default": {}, "views": {"gradient_as_bucket_view": True}, "each alone": {"bucket_cap_mb_list": [0]}}
-every_option = pytest.mark.parametrize("options", OPTIONS)
+from ways import OPTIONS, every_option
 
 
 def warmed(module, **options):
@@ -51,10 +52,6 @@ class Counter:
         return function(*arguments, **options)
 
 
-def losses_of(samples, one):
-    return [lambda m, x=x: one(m, x) for x in samples]
-
-
 @every_option
 @on_ranks
 def test_two_forwards_then_two_backwards(rank, world, options):
@@ -64,7 +61,7 @@ def test_two_forwards_then_two_backwards(rank, world, options):
     first, second = loss(wrapped, samples[rank]), loss(wrapped, 2 * samples[rank])
     first.backward()
     second.backward()
-    accumulate_mean(plain, losses_of(samples, lambda m, x: loss(m, x) + loss(m, 2 * x)))
+    add_mean(plain, samples, lambda m, x: loss(m, x) + loss(m, 2 * x))
     assert_same_gradients(module, plain)
 
 
@@ -78,7 +75,7 @@ def test_two_forwards_then_one_backward(rank, world, options):
         wrapped.zero_grad()
         plain.zero_grad()
         (loss(wrapped, samples[rank]) + loss(wrapped, 2 * samples[rank])).backward()
-        accumulate_mean(plain, losses_of(samples, lambda m, x: loss(m, x) + loss(m, 2 * x)))
+        add_mean(plain, samples, lambda m, x: loss(m, x) + loss(m, 2 * x))
         assert_same_gradients(module, plain)
 
 
@@ -91,7 +88,7 @@ def test_two_backwards_through_one_forward(rank, world, options):
     value = loss(wrapped, samples[rank])
     value.backward(retain_graph=True)
     value.backward()
-    accumulate_mean(plain, losses_of(samples, lambda m, x: 2 * loss(m, x)))
+    add_mean(plain, samples, lambda m, x: 2 * loss(m, x))
     assert_same_gradients(module, plain)
 
 
@@ -109,7 +106,7 @@ def test_no_sync_counts_where_backward_is_called(rank, world, options):
     loss(local, samples[rank]).backward()
     assert_same_gradients(module, local)
     late.backward()
-    accumulate_mean(plain, losses_of(samples, lambda m, x: loss(m, x) + loss(m, 2 * x)))
+    add_mean(plain, samples, lambda m, x: loss(m, x) + loss(m, 2 * x))
     assert_same_gradients(module, plain)
 
 
@@ -130,7 +127,7 @@ def test_no_sync_first_of_all_and_nested(rank, world):
         loss(wrapped, samples[rank]).backward()
         wrapped.require_backward_grad_sync = True
         loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, losses_of(samples, lambda m, x: 3 * loss(m, x)))
+        add_mean(plain, samples, lambda m, x: 3 * loss(m, x))
         assert_same_gradients(module, plain)
 
 
@@ -167,7 +164,7 @@ def test_gradient_penalty(rank, world, options):
         wrapped.zero_grad()
         plain.zero_grad()
         penalty(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, losses_of(samples, penalty))
+        add_mean(plain, samples, penalty)
         assert module[2].bias.grad is None
         assert_same_gradients(module, plain)
 
@@ -185,10 +182,7 @@ def test_autograd_grad_sends_nothing(rank, world):
             assert counter.number == 0
         want = torch.autograd.grad(loss(plain, x.detach()), list(plain.parameters()))
         torch.testing.assert_close(got, want)
-    samples = inputs(world, 2, 4)
-    loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, losses_of(samples, loss))
-    assert_same_gradients(module, plain)
+    check_backward(wrapped, plain, inputs(world, 2, 4))
 
 
 @every_option
@@ -213,7 +207,7 @@ def test_create_graph(rank, world, options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that create_graph may leak
         loss(wrapped, samples[rank]).backward(create_graph=True)
-    accumulate_mean(plain, losses_of(samples, loss))
+    add_mean(plain, samples)
     for parameter in module.parameters():
         parameter.grad = parameter.grad.detach()
     assert_same_gradients(module, plain)
@@ -241,12 +235,7 @@ def test_one_layer_behind_two_checkpoints(rank, world, options, reentrant):
     module = Checkpointed(reentrant).double()
     wrapped, plain = wrap(module, **OPTIONS[options])
     for seed in range(3):
-        samples = inputs(world, 2, 4, seed=seed)
-        wrapped.zero_grad()
-        plain.zero_grad()
-        loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, losses_of(samples, loss))
-        assert_same_gradients(module, plain)
+        check_step(wrapped, plain, inputs(world, 2, 4, seed=seed))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -260,12 +249,7 @@ def test_the_wrapper_inside_a_checkpoint(rank, world, reentrant):
         return loss(lambda y: checkpoint(m, checkpoint(m, y, use_reentrant=reentrant), use_reentrant=reentrant), x)
 
     for seed in range(2):
-        samples = inputs(world, 2, 4, seed=seed)
-        wrapped.zero_grad()
-        plain.zero_grad()
-        twice(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, losses_of(samples, twice))
-        assert_same_gradients(module, plain)
+        check_step(wrapped, plain, inputs(world, 2, 4, seed=seed), twice)
 
 
 class Again(nn.Module):
@@ -294,11 +278,7 @@ def test_a_gradient_that_comes_too_late_raises_and_the_next_backward_is_right(ra
     assert "shared.weight" in message
     assert "in one backward" in message
     for _ in range(2):
-        wrapped.zero_grad()
-        plain.zero_grad()
-        loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, losses_of(samples, loss))
-        assert_same_gradients(module, plain)
+        check_step(wrapped, plain, samples)
 
 
 @every_option
@@ -308,7 +288,7 @@ def test_the_inner_module_called_directly(rank, world, options):
     wrapped, plain = warmed(module, **OPTIONS[options])
     samples = inputs(world, 2, 4)
     loss(wrapped.module, samples[rank]).backward()
-    accumulate_mean(plain, losses_of(samples, loss))
+    add_mean(plain, samples)
     assert_same_gradients(module, plain)
 
 
@@ -320,29 +300,13 @@ def test_the_wrapper_dies_before_the_backward(rank, world):
     value = loss(DistributedDataParallel(module), samples[rank])
     gc.collect()
     value.backward()
-    accumulate_mean(plain, losses_of(samples, loss))
+    add_mean(plain, samples)
     assert_same_gradients(module, plain)
     del value
     gc.collect()
     assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
     if rank == 0:  # nothing of the wrapper is left: this sends nothing
         loss(module, samples[rank]).backward()
-
-
-class Fails(torch.autograd.Function):
-    """Identity whose backward raises while it is told to."""
-
-    armed = False
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if Fails.armed:
-            raise ArithmeticError("out of luck")
-        return gradient
 
 
 class Fragile(nn.Module):
@@ -368,11 +332,7 @@ def test_a_backward_that_failed_on_every_rank_leaves_nothing_behind(rank, world,
             assert raised(ArithmeticError, lambda: loss(wrapped, samples[rank]).backward()) == "out of luck"
         finally:
             Fails.armed = False
-        wrapped.zero_grad()
-        plain.zero_grad()
-        loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, losses_of(samples, loss))
-        assert_same_gradients(module, plain)
+        check_step(wrapped, plain, samples)
 
 
 @every_option
@@ -390,10 +350,7 @@ def test_a_backward_that_failed_on_one_rank_is_reported_on_the_others(rank, worl
             assert "failed on rank 1" in message
     finally:
         Fails.armed = False
-    wrapped.zero_grad()
-    loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, losses_of(samples, loss))
-    assert_same_gradients(module, plain)
+    check_step(wrapped, plain, samples)
 
 
 @on_ranks
@@ -417,9 +374,7 @@ def test_outputs_can_be_changed_in_place(rank, world):
     wrapped, plain = wrap(module)
     samples = inputs(world, 2, 4)
     for _ in range(2):
-        total(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, losses_of(samples, total))
-        assert_same_gradients(module, plain)
+        check_backward(wrapped, plain, samples, total)
 
 
 @on_ranks
@@ -478,14 +433,12 @@ def test_two_wrappers_in_one_backward(rank, world):
         for module in (critic, plain_c):
             module.requires_grad_(True)
         (loss(wrapped_c, samples[rank]) - loss(lambda x: wrapped_c(wrapped_g(x).detach()), samples[rank])).backward()
-        accumulate_mean(
-            plain_c, losses_of(samples, lambda m, x: loss(m, x) - loss(lambda y: m(plain_g(y).detach()), x))
-        )
+        add_mean(plain_c, samples, lambda m, x: loss(m, x) - loss(lambda y: m(plain_g(y).detach()), x))
         assert_same_gradients(critic, plain_c)
         for module in (critic, plain_c):
             module.requires_grad_(False)
         loss(lambda x: wrapped_c(wrapped_g(x)), samples[rank]).backward()
-        accumulate_mean(plain_g, losses_of(samples, lambda m, x: loss(lambda y: plain_c(m(y)), x)))
+        add_mean(plain_g, samples, lambda m, x: loss(lambda y: plain_c(m(y)), x))
         assert_same_gradients(generator, plain_g)
 
 
@@ -498,7 +451,7 @@ def test_a_backward_in_a_thread(rank, world):
     thread = threading.Thread(target=value.backward)
     thread.start()
     thread.join()
-    accumulate_mean(plain, losses_of(samples, loss))
+    add_mean(plain, samples)
     assert_same_gradients(module, plain)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compare import accumulate_mean, assert_equal_on_ranks, assert_same_gradients, inputs, loss, wrap
+from compare import add_mean, assert_equal_on_ranks, assert_same_gradients, check_backward, inputs, loss, wrap
 from ranks import on_ranks
 from torch import nn
 
@@ -32,9 +32,7 @@ def test_two_forwards_before_the_backward(rank, world):
         return loss(m, x) + loss(m, 2 * x + 1)
 
     for _ in range(2):
-        both(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, [lambda m, x=x: both(m, x) for x in samples])
-        assert_same_gradients(module, plain)
+        check_backward(wrapped, plain, samples, both)
 
 
 @on_ranks
@@ -55,7 +53,7 @@ def test_a_buffer_that_changes_between_two_forwards(rank, world):
         m.gain = 3 * m.gain
         return value + loss(m, x)
 
-    accumulate_mean(plain, [lambda m, x=x: reference(m, x) for x in samples])
+    add_mean(plain, samples, reference)
     assert_same_gradients(module, plain)
 
 

@@ -1,23 +1,11 @@
 """A module that changes after it was wrapped: planned anew at the next forward, or an error with the parameter."""
 
-import pytest
 import torch
-from compare import accumulate_mean, assert_equal_on_ranks, assert_same_gradients, inputs, loss, mlp, raised, wrap
+from compare import add_mean, assert_equal_on_ranks, check_backward, check_step, inputs, loss, mlp, raised, wrap
 from ranks import on_ranks
 from torch import nn
 from torchrelay.errors import ReductionError
-
-OPTIONS = {"default": {}, "views": {"gradient_as_bucket_view": True}, "each alone": {"bucket_cap_mb_list": [0]}}
-every_option = pytest.mark.parametrize("options", OPTIONS)
-
-
-def step(wrapped, plain, rank, world, seed=1):
-    samples = inputs(world, 2, 4, seed=seed)
-    wrapped.zero_grad()
-    plain.zero_grad()
-    loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-    assert_same_gradients(wrapped.module, plain)
+from ways import OPTIONS, every_option
 
 
 @every_option
@@ -25,7 +13,7 @@ def step(wrapped, plain, rank, world, seed=1):
 def test_layers_that_are_added_start_as_those_of_rank_0(rank, world, options):
     module = mlp(depth=1)
     wrapped, plain = wrap(module, **OPTIONS[options])
-    step(wrapped, plain, rank, world)
+    check_step(wrapped, plain, inputs(world, 2, 4))
     torch.manual_seed(rank)
     module.append(nn.Linear(4, 4).double())
     module.append(nn.BatchNorm1d(4).double())
@@ -55,11 +43,11 @@ def test_a_parameter_that_is_added_to_a_layer_is_averaged(rank, world, options):
 
     module = Gains().double()
     wrapped, plain = wrap(module, **OPTIONS[options])
-    step(wrapped, plain, rank, world)
+    check_step(wrapped, plain, inputs(world, 2, 4))
     for one in (module, plain):
         one.gain = nn.Parameter(torch.full((4,), 2.0 if one is plain else 2.0 + rank, dtype=torch.float64))
     for seed in range(3):
-        step(wrapped, plain, rank, world, seed)
+        check_step(wrapped, plain, inputs(world, 2, 4, seed=seed))
 
 
 @on_ranks
@@ -81,11 +69,11 @@ def test_layers_without_parameters_may_come_and_go(rank, world):
     module.append(nn.Identity())
     plain.append(nn.Identity())
     for seed in range(2):
-        step(wrapped, plain, rank, world, seed)
+        check_step(wrapped, plain, inputs(world, 2, 4, seed=seed))
     assert wrapped.plan.buckets == plan.buckets
     reducer = wrapped._connection.reducer
     del module[-1], plain[-1]
-    step(wrapped, plain, rank, world)
+    check_step(wrapped, plain, inputs(world, 2, 4))
     assert wrapped._connection.reducer is reducer
 
 
@@ -108,14 +96,11 @@ def test_what_was_added_up_before_an_addition_counts(rank, world):
     samples = inputs(world, 2, 4)
     with wrapped.no_sync():
         loss(wrapped, samples[rank]).backward()
-    for x in samples:
-        (loss(plain, x) / world).backward()
+    add_mean(plain, samples)
     module.append(nn.Linear(4, 4).double())
     plain.append(nn.Linear(4, 4).double())
     plain[2].load_state_dict(module[2].state_dict())
     wrapped(samples[rank])
     for one, other in zip(module[2].parameters(), plain[2].parameters(), strict=True):
         other.data.copy_(one)
-    loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-    assert_same_gradients(module, plain)
+    check_backward(wrapped, plain, samples)

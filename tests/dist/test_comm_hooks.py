@@ -7,7 +7,18 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from compare import accumulate_mean, assert_equal_on_ranks, assert_same_gradients, inputs, loss, mlp, raised, wrap
+from compare import (
+    assert_equal_on_ranks,
+    assert_same_gradients,
+    check_backward,
+    check_step,
+    inputs,
+    loss,
+    mlp,
+    raised,
+    wrap,
+)
+from models import Branches
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as default
@@ -19,9 +30,7 @@ from torch.distributed.optim.functional_sgd import _FunctionalSGD
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torchrelay import comm_hooks as hooks
 from torchrelay.errors import CommHookError, ReductionError
-
-OPTIONS = {"default": {}, "views": {"gradient_as_bucket_view": True}, "each alone": {"bucket_cap_mb_list": [0]}}
-every_option = pytest.mark.parametrize("options", OPTIONS)
+from ways import OPTIONS, every_option
 
 
 def done(value):
@@ -49,12 +58,7 @@ def test_the_averaging_hook_gives_the_mean(rank, world, options):
     wrapped, plain = wrap(module, **OPTIONS[options])
     wrapped.register_comm_hook(None, default.allreduce_hook)
     for seed in range(3):
-        samples = inputs(world, 2, 4, seed=seed)
-        wrapped.zero_grad()
-        plain.zero_grad()
-        loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-        assert_same_gradients(module, plain)
+        check_step(wrapped, plain, inputs(world, 2, 4, seed=seed))
 
 
 def power_state(**options):
@@ -235,23 +239,12 @@ def test_a_hook_may_resize_the_buffer_it_is_given(rank, world):
 
 @on_ranks
 def test_unused_parameters_with_a_hook(rank, world):
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, x, which):
-            return self.branches[which](x)
-
-    module = Branches().double()
+    module = Branches(3).double()
     wrapped, plain = wrap(module)
     wrapped.register_comm_hook(None, default.allreduce_hook)
     samples = inputs(world, 2, 4)
-    loss(lambda x: wrapped(x, rank), samples[rank]).backward()
-    for one, x in enumerate(samples):
-        (loss(lambda y, one=one: plain(y, one), x) / world).backward()
-    assert module.branches[2].weight.grad is None
-    assert_same_gradients(module, plain)
+    check_backward(wrapped, plain, range(world), lambda m, r: loss(lambda x: m(x, [r]), samples[r]))
+    assert module.layers[2].weight.grad is None
 
 
 @on_ranks
@@ -298,11 +291,7 @@ def test_a_hook_that_raises_on_every_rank_and_the_next_step(rank, world, options
             loss(wrapped, samples[rank]).backward()
         assert any("communication hook" in note and "0.weight" in note for note in caught.value.__notes__)
         hook.fault = None
-        wrapped.zero_grad()
-        plain.zero_grad()
-        loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-        assert_same_gradients(module, plain)
+        check_step(wrapped, plain, samples)
 
 
 FAULTS = {
@@ -327,10 +316,7 @@ def test_a_hook_that_returns_something_else_and_the_next_step(rank, world, name)
     with pytest.raises(CommHookError, match=words):
         loss(wrapped, samples[rank]).backward()
     hook.fault = None
-    wrapped.zero_grad()
-    loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-    assert_same_gradients(module, plain)
+    check_step(wrapped, plain, samples)
 
 
 @on_ranks
@@ -386,11 +372,7 @@ def test_a_future_that_is_never_done_and_the_next_step(rank, world, at):
     assert f"for bucket {at} was not done within 0:00:01" in message
     faulty[0] = False
     for _ in range(2):
-        wrapped.zero_grad()
-        plain.zero_grad()
-        loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-        assert_same_gradients(module, plain)
+        check_step(wrapped, plain, samples)
 
 
 @on_ranks
@@ -409,10 +391,7 @@ def test_a_hook_that_raises_once_on_one_rank_and_the_next_step(rank, world):
     samples = inputs(world, 2, 4)
     kind, words = (ArithmeticError, "out of luck") if rank == 1 else (ReductionError, "failed on rank 1")
     assert words in raised(kind, lambda: loss(wrapped, samples[rank]).backward())
-    wrapped.zero_grad()
-    loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-    assert_same_gradients(module, plain)
+    check_step(wrapped, plain, samples)
 
 
 @pytest.mark.parametrize("sends", [False, True])

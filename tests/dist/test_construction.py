@@ -10,7 +10,18 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from compare import accumulate_mean, assert_equal_on_ranks, assert_same_gradients, inputs, loss, mlp, raised, wrap
+from compare import (
+    add_mean,
+    assert_equal_on_ranks,
+    assert_same_gradients,
+    check_backward,
+    check_step,
+    inputs,
+    loss,
+    mlp,
+    raised,
+    wrap,
+)
 from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -185,13 +196,8 @@ def test_a_scripted_module(rank, world):
         module = torch.jit.script(copy.deepcopy(plain))
     wrapped = DistributedDataParallel(module)
     for seed in range(3):
-        samples = inputs(world, 2, 4, seed=seed)
-        wrapped.zero_grad()
-        plain.zero_grad()
-        loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-        assert_same_gradients(module, plain)
-    wrapped(samples[0])  # after the broadcast, all ranks have the same batch
+        check_step(wrapped, plain, inputs(world, 2, 4, seed=seed))
+    wrapped(inputs(world, 2, 4)[0])  # after the broadcast, all ranks have the same batch
     for buffer in module.buffers():
         assert_equal_on_ranks(buffer)
 
@@ -231,11 +237,11 @@ def test_unfreezing_is_planned_anew(rank, world):
     samples = inputs(world, 2, 4)
     with wrapped.no_sync():
         loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    add_mean(plain, samples)
     for one in (module, plain):
         one[0].requires_grad_(True)
     loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    add_mean(plain, samples)
     assert sum(len(bucket.names) for bucket in wrapped.plan.buckets) == 6
     assert_same_gradients(module, plain)
 
@@ -250,9 +256,7 @@ def test_a_cast_is_planned_anew(rank, world):
     plain.double()
     samples = inputs(world, 2, 4)
     for _ in range(2):
-        loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-        assert_same_gradients(module, plain)
+        check_backward(wrapped, plain, samples)
     assert {bucket.dtype for bucket in wrapped.plan.buckets} == {"float64"}
 
 
@@ -292,10 +296,7 @@ def test_loading_by_assignment(rank, world):
     module = mlp()
     wrapped, plain = wrap(module)
     wrapped.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
-    samples = inputs(world, 2, 4)
-    loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-    assert_same_gradients(module, plain)
+    check_backward(wrapped, plain, inputs(world, 2, 4))
 
 
 def by_copy(wrapped):
@@ -323,7 +324,7 @@ def test_a_copy_reduces_by_itself(rank, world, way):
     assert (twin.process_group is group) == (way is by_copy)
     samples = inputs(world, 2, 4)
     loss(twin, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    add_mean(plain, samples)
     assert_same_gradients(twin.module, plain)
     assert all(parameter.grad is None for parameter in wrapped.parameters())
 
@@ -333,10 +334,7 @@ def test_a_device_mesh_names_the_ranks(rank, world):
     from torch.distributed.device_mesh import init_device_mesh
 
     wrapped, plain = wrap(mlp(), device_mesh=init_device_mesh("cpu", (world,)))
-    samples = inputs(world, 2, 4)
-    loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-    assert_same_gradients(wrapped.module, plain)
+    check_backward(wrapped, plain, inputs(world, 2, 4))
 
 
 @on_ranks

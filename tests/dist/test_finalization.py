@@ -4,13 +4,11 @@ import copy
 
 import pytest
 import torch
-from compare import accumulate_mean, assert_same_gradients, inputs, loss, mlp, raised, wrap
+from compare import add_mean, assert_same_gradients, inputs, loss, mlp, raised, wrap
 from ranks import on_ranks
 from torchrelay.comm_hooks import allreduce_hook
 from torchrelay.errors import ReductionError
-
-OPTIONS = {"default": {}, "views": {"gradient_as_bucket_view": True}, "each alone": {"bucket_cap_mb_list": [0]}}
-every_option = pytest.mark.parametrize("options", OPTIONS)
+from ways import OPTIONS, every_option
 
 
 def manual(module, **options):
@@ -36,7 +34,7 @@ def test_gradients_are_the_mean_when_it_is_finalized(rank, world, options, hook)
             loss(wrapped, samples[rank]).backward()
         loss(wrapped, samples[rank]).backward()
         wrapped.finalize_backward()
-        accumulate_mean(plain, [lambda m, x=x: 2 * loss(m, x) for x in samples])
+        add_mean(plain, samples, lambda m, x: 2 * loss(m, x))
         assert_same_gradients(module, plain)
 
 
@@ -65,7 +63,7 @@ def test_from_within_the_backward(rank, world):
         loss(wrapped, samples[rank]).backward()
         if step == 0:
             wrapped.finalize_backward()
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+        add_mean(plain, samples)
         assert_same_gradients(module, plain)
         if step:
             assert torch.equal(seen[-1], module[4].weight.grad)
@@ -115,7 +113,7 @@ def test_a_step_before_is_an_error(rank, world):
     assert "before the next training forward" in raised(ReductionError, lambda: wrapped(samples[rank]))
     wrapped.finalize_backward()
     optimizer.step()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    add_mean(plain, samples)
     assert_same_gradients(module, plain)
 
 
@@ -147,5 +145,5 @@ def test_a_copy_is_finalized_by_hand_as_well(rank, world):
     loss(twin, samples[rank]).backward()
     assert "finalize_backward" in raised(ReductionError, torch.optim.SGD(twin.parameters(), lr=1.0).step)
     twin.finalize_backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    add_mean(plain, samples)
     assert_same_gradients(twin.module, plain)

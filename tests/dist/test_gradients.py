@@ -3,9 +3,10 @@
 import pytest
 import torch
 from compare import (
-    accumulate_mean,
+    add_mean,
     assert_equal_on_ranks,
     assert_same_gradients,
+    check_backward,
     inputs,
     loss,
     mlp,
@@ -98,9 +99,7 @@ def test_three_steps_are_the_plain_modules(rank, world, model, options):
             samples = inputs(world, 4, 4, seed=seed)
             wrapped.zero_grad(set_to_none=to_none)
             plain.zero_grad(set_to_none=to_none)
-            loss(wrapped, samples[rank]).backward()
-            accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-            assert_same_gradients(module, plain)
+            check_backward(wrapped, plain, samples)
             for parameter in module.parameters():
                 if parameter.grad is not None and not parameter.is_complex():
                     assert_equal_on_ranks(parameter.grad)
@@ -114,10 +113,7 @@ def test_gradients_are_added_up_when_they_are_not_zeroed(rank, world, options):
     module = mlp()
     wrapped, plain = wrap(module, **OPTIONS[options])
     for seed in (1, 2, 3):
-        samples = inputs(world, 2, 4, seed=seed)
-        loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-        assert_same_gradients(module, plain)
+        check_backward(wrapped, plain, inputs(world, 2, 4, seed=seed))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -170,7 +166,7 @@ def test_sparse_gradients(rank, world, views):
         module.zero_grad()
         plain.zero_grad()
         wrapped(samples[rank]).sum().backward()
-        accumulate_mean(plain, [lambda m, x=x: m(x).sum() for x in samples])
+        add_mean(plain, samples, lambda m, x: m(x).sum())
         assert_same_gradients(module, plain)
         assert module.idle.weight.grad is None
 
@@ -187,7 +183,7 @@ def test_a_table_tied_to_a_dense_layer_on_one_rank(rank, world):
         )
 
     one(wrapped, rank).backward()
-    accumulate_mean(plain, [lambda m, r=r: one(m, r) for r in range(world)])
+    add_mean(plain, range(world), one)
     torch.testing.assert_close(module.weight.grad.to_dense(), plain.weight.grad.to_dense())
     assert module.weight.grad.is_sparse == (rank == 0)  # as autograd left it
 

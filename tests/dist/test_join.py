@@ -5,7 +5,19 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from compare import assert_equal_on_ranks, assert_same_gradients, inputs, loss, mlp, raised, wrap
+import ways
+from compare import (
+    add_mean,
+    assert_equal_on_ranks,
+    assert_same_gradients,
+    check_step,
+    inputs,
+    loss,
+    mlp,
+    raised,
+    wrap,
+)
+from models import Branches, Fails
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -13,12 +25,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torchrelay.errors import RankMismatchError, ReductionError
 
-OPTIONS = {
-    "default": {},
-    "views": {"gradient_as_bucket_view": True},
-    "each alone": {"bucket_cap_mb_list": [0]},
-    "live ranks only": {"by_live": True},
-}
+OPTIONS = {**ways.OPTIONS, "live ranks only": {"by_live": True}}
 every_option = pytest.mark.parametrize("options", OPTIONS)
 
 
@@ -52,13 +59,7 @@ def test_every_step_has_the_documented_mean(rank, world, options):
     plain.zero_grad()
     mean_of_live(plain, 2 * (world - 1), world, by_live)
     assert_same_gradients(module, plain)  # those of the last step of all
-    wrapped.zero_grad()  # and all is as before
-    plain.zero_grad()
-    samples = inputs(world, 2, 4)
-    loss(wrapped, samples[rank]).backward()
-    for x in samples:
-        (loss(plain, x) / world).backward()
-    assert_same_gradients(module, plain)
+    check_step(wrapped, plain, inputs(world, 2, 4))  # and all is as before
 
 
 @on_ranks
@@ -114,15 +115,10 @@ def test_micro_steps_without_a_reduction(rank, world):
 
 @on_ranks
 def test_weights_and_unused_parameters(rank, world):
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    def one(m, x):
+        return loss(lambda y: m(y, [len(x) % 2]), x)
 
-        def forward(self, x):
-            return self.branches[len(x) % 2](x)
-
-    module = Branches().double()
+    module = Branches(2).double()
     wrapped, plain = wrap(module)
     with wrapped.join():
         for step in range(1 + 2 * rank):
@@ -130,10 +126,10 @@ def test_weights_and_unused_parameters(rank, world):
             plain.zero_grad()
             samples = [x[: 1 + one] for one, x in enumerate(inputs(world, 2, 4, seed=step))]
             with wrapped.weighted(len(samples[rank])):
-                (loss(wrapped, samples[rank]) / len(samples[rank])).backward()
-            live = [one for one in range(world) if step < 1 + 2 * one]
-            for one in live:
-                (loss(plain, samples[one]) / sum(len(samples[other]) for other in live)).backward()
+                (one(wrapped, samples[rank]) / len(samples[rank])).backward()
+            live = [r for r in range(world) if step < 1 + 2 * r]
+            for r in live:
+                (one(plain, samples[r]) / sum(len(samples[other]) for other in live)).backward()
             assert_same_gradients(module, plain)
 
 
@@ -175,25 +171,17 @@ def test_together_with_an_optimizer_that_shards_its_state(rank, world):
 @every_option
 @on_ranks
 def test_what_no_rank_reaches_is_untouched_on_a_rank_that_is_through(rank, world, options):
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-        def forward(self, x, which):
-            return self.branches[which](x)
-
-    module = Branches().double()
+    module = Branches(2).double()
     wrapped, _ = wrap(module, **{key: value for key, value in OPTIONS[options].items() if key != "by_live"})
     with wrapped.join():
         for step, samples in enumerate(batches(rank, world)):
             if step == 1:
-                first = module.branches[0].weight.grad.clone()
-            loss(lambda x, step=step: wrapped(x, min(step, 1)), samples[rank]).backward()
+                first = module.layers[0].weight.grad.clone()
+            loss(lambda x, step=step: wrapped(x, [min(step, 1)]), samples[rank]).backward()
         if rank == 0:
-            first = module.branches[0].weight.grad.clone()
-    assert torch.equal(module.branches[0].weight.grad, first)
-    assert module.branches[1].weight.grad.count_nonzero() > 0
+            first = module.layers[0].weight.grad.clone()
+    assert torch.equal(module.layers[0].weight.grad, first)
+    assert module.layers[1].weight.grad.count_nonzero() > 0
 
 
 @on_ranks
@@ -237,8 +225,7 @@ def test_not_enabled_it_does_nothing(rank, world):
     samples = inputs(world, 2, 4)
     with wrapped.join(enable=False):
         loss(wrapped, samples[rank]).backward()
-    for x in samples:
-        (loss(plain, x) / world).backward()
+    add_mean(plain, samples)
     assert_same_gradients(module, plain)
 
 
@@ -296,33 +283,25 @@ def test_what_ranks_that_are_through_could_not_follow(rank, world):
 
 @on_ranks
 def test_a_failure_of_a_rank_reaches_those_that_are_through(rank, world):
-    class Fails(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.armed = False
-
+    class Fragile(nn.Linear):
         def forward(self, x):
-            y = self.layer(x)
-            if self.armed:
-                y.register_hook(self._fail)
-            return y * 1
+            return Fails.apply(super().forward(x))
 
-        def _fail(self, gradient):
-            raise ArithmeticError("out of luck")
-
-    wrapped, _ = wrap(Fails().double())
+    wrapped, _ = wrap(Fragile(4, 4).double())
 
     def train():
         with wrapped.join():
             for step, samples in enumerate(batches(rank, world)):
-                wrapped.module.armed = step == 2
+                Fails.armed = step == 2
                 loss(wrapped, samples[rank]).backward()
 
-    if rank == world - 1:
-        assert raised(ArithmeticError, train) == "out of luck"
-    else:
-        assert f"failed on rank {world - 1}" in raised(ReductionError, train)
+    try:
+        if rank == world - 1:
+            assert raised(ArithmeticError, train) == "out of luck"
+        else:
+            assert f"failed on rank {world - 1}" in raised(ReductionError, train)
+    finally:
+        Fails.armed = False
 
 
 @on_ranks

@@ -2,19 +2,18 @@
 
 import pytest
 import torch
-from compare import accumulate_mean, assert_same_gradients, inputs, loss, mlp, wrap
+from compare import add_mean, assert_same_gradients, inputs, loss, mlp, wrap
 from ranks import on_ranks
 from torch import nn
 from torchrelay.data_parallel import lending, storage
+from ways import OPTIONS, every_option
 
 WIDE = 128  # a weight of 128 KiB is taken by itself, a bias with others
-OPTIONS = {"default": {}, "views": {"gradient_as_bucket_view": True}, "each alone": {"bucket_cap_mb_list": [0]}}
-every_option = pytest.mark.parametrize("options", OPTIONS)
 
 
 def reference(plain, samples):
     plain.zero_grad()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    add_mean(plain, samples)
 
 
 @pytest.mark.parametrize("views", [True, False])
@@ -98,7 +97,7 @@ def test_gradients_that_are_zeroed_in_place_are_added_to(rank, world, options):
             loss(wrapped, samples[rank]).backward()
         loss(wrapped, samples[rank]).backward()
         plain.zero_grad()
-        accumulate_mean(plain, [lambda m, x=x: 2 * loss(m, x) for x in samples])
+        add_mean(plain, samples, lambda m, x: 2 * loss(m, x))
         assert_same_gradients(module, plain)
 
 

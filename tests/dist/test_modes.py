@@ -5,7 +5,7 @@ import datetime
 
 import pytest
 import torch.distributed as dist
-from compare import accumulate_mean, assert_same_gradients, inputs, loss, mlp, raised, wrap
+from compare import add_mean, assert_same_gradients, inputs, loss, mlp, raised, wrap
 from ranks import on_ranks
 from torchrelay.comm_hooks import allreduce_hook
 from torchrelay.errors import RankMismatchError, ReductionError
@@ -33,7 +33,7 @@ def test_weighted_on_one_rank_only_is_told_on_every_rank_and_the_next_step(rank,
         plain.zero_grad()
         with weighted(wrapped, usual):
             loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+        add_mean(plain, samples)
         assert_same_gradients(module, plain)
 
 
@@ -47,7 +47,7 @@ def test_entered_and_left_together(rank, world):
         plain.zero_grad()
         with weighted(wrapped, step % 2):
             loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+        add_mean(plain, samples)
         assert_same_gradients(module, plain)
 
 

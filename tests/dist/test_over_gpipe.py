@@ -4,7 +4,7 @@ import collections
 
 import pytest
 import torch
-from compare import accumulate_mean, inputs, loss
+from compare import add_mean, inputs, loss
 from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -40,7 +40,7 @@ def test_gradients_are_the_plain_modules_and_hooks_fire_once(rank, world, wrappe
         plain.zero_grad()
         fired.clear()
         loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+        add_mean(plain, samples)
         for got, want in zip(pipe.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(got.grad, want.grad, rtol=1e-10, atol=1e-10)
         assert set(fired.values()) == {1}
@@ -72,7 +72,7 @@ def test_a_parameter_that_one_ranks_pipeline_did_not_reach(rank, world):
         wrapped.zero_grad()
         plain.zero_grad()
         loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+        add_mean(plain, samples)
         for got, want in zip(wrapped.parameters(), plain.parameters(), strict=True):
             assert (got.grad is None) == (want.grad is None)
             if want.grad is not None:
@@ -91,6 +91,6 @@ def test_accumulation_without_reduction(rank, world):
         with wrapped.no_sync():
             loss(wrapped, samples[rank]).backward()
         loss(wrapped, 2 * samples[rank]).backward()
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) + loss(m, 2 * x) for x in samples])
+        add_mean(plain, samples, lambda m, x: loss(m, x) + loss(m, 2 * x))
         for got, want in zip(wrapped.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(got.grad, want.grad, rtol=1e-10, atol=1e-10)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from compare import accumulate_mean, assert_same_gradients, inputs, loss, mlp, raised, wrap
+from compare import add_mean, assert_same_gradients, check_step, inputs, loss, mlp, raised, wrap
 from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -59,7 +59,7 @@ def test_after_the_first_backward_the_order_is_that_of_arrival(rank, world, opti
     for seed in range(3):
         samples = inputs(world, 2, 4, seed=seed)
         loss(wrapped, samples[rank]).backward()  # the gradients of all steps add up
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+        add_mean(plain, samples)
         assert_same_gradients(module, plain)
         assert everywhere(names(wrapped.plan)) == [(f"layers.{i}.weight",) for i in range(4)]
         assert wrapped.plan.source == "arrival"
@@ -133,10 +133,7 @@ def test_a_first_backward_that_fails_teaches_nothing(rank, world):
     raised(ArithmeticError if rank == 0 else ReductionError, lambda: loss(wrapped, samples[rank]).backward())
     module.fails = False
     assert wrapped.plan.source == "definition"
-    wrapped.zero_grad()
-    loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-    assert_same_gradients(module, plain)
+    check_step(wrapped, plain, samples)
     assert everywhere(names(wrapped.plan)) == [(f"layers.{i}.weight",) for i in range(4)]
 
 
@@ -191,12 +188,7 @@ def test_sizes_chosen_for_the_link(rank, world, options):
     wrapped, plain = wrap(module, bucket_cap_mb="auto", **OPTIONS[options])
     assert wrapped.plan.predicted is None
     for seed in range(3):
-        samples = inputs(world, 2, 200, seed=seed)
-        wrapped.zero_grad()
-        plain.zero_grad()
-        loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-        assert_same_gradients(module, plain)
+        check_step(wrapped, plain, inputs(world, 2, 200, seed=seed))
         prediction = everywhere(wrapped.plan).predicted
         assert prediction.backward > 0
         assert prediction.latency > 0
@@ -243,7 +235,7 @@ def test_built_in_hooks_by_their_kind(rank, world):
     assert wrapped._get_ddp_logging_data()["comm_hook"] == "fp16_compress_hook"
     samples = [x.float() for x in inputs(world, 2, 4)]
     loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    add_mean(plain, samples)
     for one, other in zip(wrapped.module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-2, atol=1e-2)
     raised(ValueError, lambda: wrapped._register_builtin_comm_hook("other"))

@@ -9,15 +9,25 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from compare import EXACT, accumulate_mean, assert_equal_on_ranks, assert_same_gradients, inputs, loss, mlp, raised
+from compare import (
+    EXACT,
+    add_mean,
+    assert_equal_on_ranks,
+    assert_same_gradients,
+    check_backward,
+    check_step,
+    inputs,
+    loss,
+    mlp,
+    raised,
+)
+from models import Fails
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as default
 from torchrelay import DistributedDataParallel, GPipe, NoChunk
 from torchrelay.errors import ReductionError
-
-OPTIONS = {"default": {}, "views": {"gradient_as_bucket_view": True}, "each alone": {"bucket_cap_mb_list": [0]}}
-every_option = pytest.mark.parametrize("options", OPTIONS)
+from ways import OPTIONS, every_option
 
 
 def wrap(module, devices=2, **options):
@@ -56,9 +66,7 @@ def test_training_is_that_of_the_plain_module(rank, world, options):
         samples = inputs(world, 5 - step, 4, seed=step)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-        assert_same_gradients(module, plain)
+        check_backward(wrapped, plain, samples)
         for optimizer in optimizers:
             optimizer.step()
 
@@ -141,7 +149,7 @@ def test_two_forwards_then_two_backwards_and_accumulation(rank, world):
     loss(local, samples[rank]).backward()
     assert_same_gradients(module, local)  # those of all replicas
     second.backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) + loss(m, 2 * x) for x in samples])
+    add_mean(plain, samples, lambda m, x: loss(m, x) + loss(m, 2 * x))
     assert_same_gradients(module, plain)
 
 
@@ -238,35 +246,23 @@ def test_a_replica_that_fails_and_the_next_step(rank, world):
         with pytest.raises(ArithmeticError, match="out of luck") as caught:
             wrapped(bad)
         assert any("replica 1 of 2, on cpu" in note for note in caught.value.__notes__)
-        module.zero_grad()
-        plain.zero_grad()
-        loss(wrapped, samples[rank]).backward()
-        accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-        assert_same_gradients(module, plain)
+        check_step(wrapped, plain, samples)
 
 
 @on_ranks
 def test_a_backward_that_fails_leaves_nothing_in_the_copies(rank, world):
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise ArithmeticError("out of luck")
-
     module = mlp()
     wrapped, plain = wrap(module)
     samples = inputs(world, 4, 4)
     x = samples[rank].clone().requires_grad_()
     failing = loss(wrapped, Fails.apply(x))  # all parameters have their gradients when it fails
-    with pytest.raises((ArithmeticError, ReductionError)):
-        failing.backward()
-    module.zero_grad()
-    loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-    assert_same_gradients(module, plain)
+    Fails.armed = True
+    try:
+        with pytest.raises((ArithmeticError, ReductionError)):
+            failing.backward()
+    finally:
+        Fails.armed = False
+    check_step(wrapped, plain, samples)
 
 
 @on_ranks
@@ -280,9 +276,7 @@ def test_unfrozen_and_cast_later(rank, world):
     for one in (module, plain):
         one[0].weight.requires_grad_(True)
         one.zero_grad()
-    loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-    assert_same_gradients(module, plain)
+    check_backward(wrapped, plain, samples)
     module.zero_grad()
     module.float()
     loss(wrapped, samples[rank].float()).backward()
@@ -307,9 +301,7 @@ def test_sparse_gradients(rank, world):
     for _ in range(2):
         loss(wrapped, samples[rank]).backward()
         wrapped.zero_grad()
-    loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-    assert_same_gradients(module, plain)
+    check_backward(wrapped, plain, samples)
 
 
 @on_ranks
@@ -345,7 +337,7 @@ def test_a_copy_has_replicas_of_its_own(rank, world):
     twin = copy.deepcopy(wrapped)
     samples = inputs(world, 4, 4)
     loss(twin, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
+    add_mean(plain, samples)
     assert_same_gradients(twin.module, plain)
     assert len(twin.replicas) == 2
     assert all(parameter.grad is None for parameter in wrapped.parameters())

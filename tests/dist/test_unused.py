@@ -2,42 +2,27 @@
 
 import pytest
 import torch
-from compare import EXACT, accumulate_mean, assert_same_gradients, inputs, mlp, wrap
+import ways
+from compare import EXACT, add_mean, assert_same_gradients, inputs, mlp, wrap
+from models import Branches
 from ranks import on_ranks
 from torch import nn
 
-OPTIONS = {
-    "default": {},
-    "flag": {"find_unused_parameters": True},
-    "views": {"gradient_as_bucket_view": True},
-    "each alone": {"bucket_cap_mb_list": [0]},
-}
+OPTIONS = {**ways.OPTIONS, "flag": {"find_unused_parameters": True}}
 every_option = pytest.mark.parametrize("options", OPTIONS)
-
-
-class Branches(nn.Module):
-    """Layers of which each forward uses those it is told to; `wide` ones have gradients that are averaged in place."""
-
-    def __init__(self, number, width=3):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(number))
-
-    def forward(self, x, keep):
-        for index in keep:
-            x = self.layers[index](x)
-        return x
 
 
 def step(wrapped, plain, rank, world, keeps, width=3, seed=1):
     samples = inputs(world, 2, width, seed=seed)
     wrapped(samples[rank], keeps[rank]).pow(2).sum().backward()
-    accumulate_mean(plain, [lambda m, r=r: m(samples[r], keeps[r]).pow(2).sum() for r in range(world) if keeps[r]])
+    used = [r for r in range(world) if keeps[r]]
+    add_mean(plain, used, lambda m, r: m(samples[r], keeps[r]).pow(2).sum())
 
 
 @every_option
 @on_ranks
 def test_a_layer_that_nobody_uses_keeps_none(rank, world, options):
-    module = Branches(3).double()
+    module = Branches(3, 3).double()
     wrapped, plain = wrap(module, **OPTIONS[options])
     for seed in range(3):
         step(wrapped, plain, rank, world, [[0, 2]] * world, seed=seed)
@@ -48,7 +33,7 @@ def test_a_layer_that_nobody_uses_keeps_none(rank, world, options):
 @every_option
 @on_ranks
 def test_each_rank_skips_another_layer(rank, world, options):
-    module = Branches(4).double()
+    module = Branches(4, 3).double()
     wrapped, plain = wrap(module, **OPTIONS[options])
     for seed in range(3):
         keeps = [[0, 1 + r % 2] if seed != 1 else [r % 2] for r in range(world)]
@@ -60,7 +45,7 @@ def test_each_rank_skips_another_layer(rank, world, options):
 @pytest.mark.parametrize("views", [False, True])
 @on_ranks
 def test_large_gradients_used_on_one_rank(rank, world, views):
-    module = Branches(3, width=512).double()
+    module = Branches(3, 512).double()
     wrapped, plain = wrap(module, gradient_as_bucket_view=views)
     for seed in range(3):
         step(wrapped, plain, rank, world, [[0] if r == 0 else [1] for r in range(world)], width=512, seed=seed)
@@ -90,7 +75,7 @@ def test_an_old_gradient_is_untouched_where_nobody_used_the_parameter(rank, worl
 @every_option
 @on_ranks
 def test_a_rank_whose_graph_reaches_no_parameter_takes_part(rank, world, options):
-    module = Branches(2).double()
+    module = Branches(2, 3).double()
     wrapped, plain = wrap(module, **OPTIONS[options])
     for seed in range(3):
         samples = inputs(world, 2, 3, seed=seed)
@@ -103,7 +88,7 @@ def test_a_rank_whose_graph_reaches_no_parameter_takes_part(rank, world, options
 @every_option
 @on_ranks
 def test_use_is_remembered_from_steps_without_reduction(rank, world, options):
-    module = Branches(3).double()
+    module = Branches(3, 3).double()
     wrapped, plain = wrap(module, **OPTIONS[options])
     for seed in (1, 2):
         samples = inputs(world, 2, 3, seed=seed)
@@ -129,7 +114,7 @@ def test_freezing_after_wrapping_counts_as_unused(rank, world):
         plain.zero_grad()
         samples = inputs(world, 2, 4)
         wrapped(samples[rank]).sum().backward()
-        accumulate_mean(plain, [lambda m, x=x: m(x).sum() for x in samples])
+        add_mean(plain, samples, lambda m, x: m(x).sum())
         assert_same_gradients(module, plain)
     assert wrapped.plan == plan
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from compare import accumulate_mean, assert_same_gradients, inputs, loss, mlp, raised, wrap
+from compare import add_mean, assert_same_gradients, inputs, loss, mlp, raised, wrap
 from ranks import on_ranks
 from torch import nn
 from torchrelay import DistributedDataParallel
@@ -66,7 +66,7 @@ def test_after_a_limit_shorter_than_the_groups_the_next_backward_is_right(rank, 
     dist.barrier()
     wrapped.zero_grad()
     loss(wrapped, sample(rank, world)).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in inputs(world, 2, 4)])
+    add_mean(plain, inputs(world, 2, 4))
     assert_same_gradients(module, plain)
 
 
@@ -79,7 +79,7 @@ def test_a_slow_rank_is_waited_for(rank, world):
             time.sleep(1.5)  # longer than it takes until a rank writes down where it waits
         wrapped.zero_grad()
         loss(wrapped, sample(rank, world)).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in inputs(world, 2, 4)])
+    add_mean(plain, inputs(world, 2, 4))
     assert_same_gradients(module, plain)
 
 

@@ -2,14 +2,11 @@
 
 import math
 
-import pytest
 import torch
-from compare import assert_equal_on_ranks, assert_same_gradients, inputs, mlp, raised, wrap
+from compare import add_mean, assert_equal_on_ranks, assert_same_gradients, inputs, mlp, raised, wrap
 from ranks import on_ranks
 from torch import nn
-
-OPTIONS = {"default": {}, "views": {"gradient_as_bucket_view": True}, "each alone": {"bucket_cap_mb_list": [0]}}
-every_option = pytest.mark.parametrize("options", OPTIONS)
+from ways import OPTIONS, every_option
 
 
 def mean_loss(module, sample):
@@ -117,8 +114,7 @@ def test_outside_the_context_every_rank_counts_the_same(rank, world):
     with wrapped.weighted(7 * rank):
         pass
     early.backward()
-    for sample in samples:
-        (mean_loss(plain, sample) / world).backward()
+    add_mean(plain, samples, mean_loss)
     assert_same_gradients(module, plain)
 
 

@@ -9,7 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from compare import accumulate_mean, assert_equal_on_ranks, assert_same_gradients, inputs, loss, mlp, raised, wrap
+from compare import (
+    add_mean,
+    assert_equal_on_ranks,
+    assert_same_gradients,
+    check_backward,
+    check_step,
+    inputs,
+    loss,
+    mlp,
+    raised,
+    wrap,
+)
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -22,10 +33,7 @@ from torchrelay import DistributedDataParallel
 def test_a_slice_of_a_mesh(rank, world):
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
     wrapped, plain = wrap(mlp(), device_mesh=mesh["dp"])
-    samples = inputs(world, 2, 4)
-    loss(wrapped, samples[rank]).backward()
-    accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-    assert_same_gradients(wrapped.module, plain)
+    check_backward(wrapped, plain, inputs(world, 2, 4))
     message = raised(ValueError, lambda: DistributedDataParallel(mlp(), device_mesh=mesh))
     assert "this one has 2" in message
     alone = DistributedDataParallel(mlp(), device_mesh=mesh["tp"])
@@ -125,7 +133,7 @@ def test_optimizers_in_the_backward_step_with_the_mean(rank, world, first):
             loss(wrapped, samples[rank]).backward()
         loss(wrapped, samples[rank]).backward()
         optimizer.zero_grad()
-        accumulate_mean(plain, [lambda m, x=x: 2 * loss(m, x) for x in samples])
+        add_mean(plain, samples, lambda m, x: 2 * loss(m, x))
         optimizer.step()
         for parameter, reference in zip(module.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(parameter, reference)
@@ -145,9 +153,4 @@ def test_compiled(rank, world, what):
         else:
             wrapped = torch.compile(DistributedDataParallel(module), backend="aot_eager")
         for seed in range(3):
-            samples = inputs(world, 2, 4, seed=seed)
-            module.zero_grad()
-            plain.zero_grad()
-            loss(wrapped, samples[rank]).backward()
-            accumulate_mean(plain, [lambda m, x=x: loss(m, x) for x in samples])
-            assert_same_gradients(module, plain)
+            check_step(wrapped, plain, inputs(world, 2, 4, seed=seed))
