@@ -79,3 +79,22 @@ def test_compiled_layers_in_a_pipeline():
         chunks=2,
     )
     assert_trains_like(module, layers, model)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", ["itself", "wrapped"])
+def test_a_partition_that_is_compiled_as_a_whole(executor, how):
+    """It breaks no graph for the sake of the notes that the runtime takes between layers."""
+    module, graphs = net(), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    model = GPipe(copy.deepcopy(module), [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never", executor=executor)
+    if how == "itself":
+        model.partitions[0].compile(backend=backend, fullgraph=True)
+    else:
+        model.partitions[0] = torch.compile(model.partitions[0], backend=backend, fullgraph=True)
+    assert_trains_like(module, model, model)
+    assert graphs

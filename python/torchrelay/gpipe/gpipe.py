@@ -13,6 +13,7 @@ from torchrelay.planning.partitions import PipelinePlan, plan_partitions
 from torchrelay.runtime.buffers import BufferWatch
 from torchrelay.runtime.direct import call_directly
 from torchrelay.runtime.lanes import Lanes
+from torchrelay.runtime.partition import Partition
 from torchrelay.runtime.pipeline import Pipeline
 from torchrelay.runtime.programs import Programs
 from torchrelay.runtime.randomness import RandomnessWatch
@@ -112,7 +113,7 @@ class GPipe(nn.Module):
         self.balance = [len(partition.layers) for partition in self.plan.partitions]
         self.devices = [torch.device(partition.device) for partition in self.plan.partitions]
         partitions = [
-            nn.Sequential(OrderedDict((name, module._modules[name]) for name in partition.layers))
+            Partition(OrderedDict((name, module._modules[name]) for name in partition.layers))
             for partition in self.plan.partitions
         ]
         self._gathers = deferred_batch_norm

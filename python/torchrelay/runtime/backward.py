@@ -83,7 +83,8 @@ class _Tasks:
             else:
                 found = self.streams.backward(i, j, gradients, lambda arrived: self._drawing(i, j, arrived))
         except BaseException as failure:
-            locate(failure, "the backward", i, j, self._left.pipeline.modules[j])
+            left = self._left
+            locate(failure, "the backward", i, j, left.pipeline.modules[j], left.tasks[j].failed_in)
             raise
         if i == self._last[j]:
             self.hooks.restore(j - self.lowest)

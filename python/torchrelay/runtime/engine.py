@@ -7,14 +7,28 @@ that entry.
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["STARTS_FROM_EDGES", "Root", "gradients", "hold", "keeps_graph", "root", "will_run"]
+__all__ = [
+    "ENGINE",
+    "STARTS_FROM_EDGES",
+    "Edge",
+    "Root",
+    "gradients",
+    "hold",
+    "keeps_graph",
+    "node_of",
+    "root",
+    "will_run",
+]
+
+Edge: TypeAlias = GradientEdge | Tensor
+"""A place in the graph where a backward starts; of a torch that starts from tensors alone, a tensor."""
 
 try:
     from torch.autograd.graph import _engine_run_backward as _run
@@ -30,7 +44,7 @@ STARTS_FROM_EDGES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 class Root(NamedTuple):
     """Where a backward starts: a place in the graph, without the tensor's content."""
 
-    edge: "GradientEdge | Tensor"
+    edge: Edge
     device: torch.device
 
 
@@ -44,8 +58,13 @@ def root(output: Tensor) -> Root:
     return Root(GradientEdge(node, output.output_nr), output.device)
 
 
+def node_of(edge: Edge) -> Any:
+    """The node that a backward from `edge` begins with."""
+    return get_gradient_edge(edge).node if isinstance(edge, Tensor) else edge.node
+
+
 def gradients(
-    outputs: Sequence[GradientEdge | Tensor],
+    outputs: Sequence[Edge],
     grad_outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
     *,
@@ -67,6 +86,10 @@ def gradients(
     else:
         found = _run(outputs, grad_outputs, retain_graph, False, inputs, True, accumulate_grad=False)
     return found
+
+
+ENGINE = frozenset(function.__code__ for function in (gradients, _run, torch.autograd.grad) if function is not None)
+"""The code that a traceback of a backward passes on its way into the engine."""
 
 
 def keeps_graph() -> bool:

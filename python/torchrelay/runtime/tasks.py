@@ -14,23 +14,30 @@ from torch.autograd.graph import increment_version
 
 from torchrelay.runtime.boundary import Input, connect_outputs, moved, unknown_leaves, version, wants_grad
 from torchrelay.runtime.buffers import BufferWatch, StepBuffers
-from torchrelay.runtime.engine import Root, gradients, root
+from torchrelay.runtime.engine import Edge, Root, gradients, node_of, root
 from torchrelay.runtime.gradients import GradientSum
 from torchrelay.runtime.parameters import Weights, trainable
+from torchrelay.runtime.partition import Marks, has_boundaries, mark_next
 from torchrelay.runtime.plain_cut import PlainCut, is_write_on_leaf
 from torchrelay.runtime.recompute import InnerBackwards, checkpointed, recomputed
 from torchrelay.runtime.skips import PartitionSkips, SkipGradients
 from torchrelay.runtime.uncut import marked_as
 from torchrelay.runtime.values import TENSOR, Spec, flatten, unflatten
+from torchrelay.runtime.whereabouts import KeptGraph, failing_layers
 
 __all__ = ["PartitionTasks"]
 
 
 class _Graph(NamedTuple):
-    """What a forward leaves for its backward; both lists have an entry a leaf, None where nothing is needed."""
+    """What a forward leaves for its backward.
+
+    `inputs` and `outputs` have an entry a leaf, None where nothing is needed; `marks` stand between layers, if there
+    are several.
+    """
 
     inputs: Sequence[Tensor | None]
     outputs: Sequence[Root | None]
+    marks: Marks | None
 
 
 class _Kept(NamedTuple):
@@ -49,6 +56,8 @@ class PartitionTasks:
 
     parameters: list[Tensor]
     """What the partition's gradients are of; known from the first micro-batch's forward on."""
+    failed_in: tuple[int, int] | None
+    """The first and the last layer, by number, in which a failed backward may have stood; None if it was in none."""
 
     def __init__(
         self,
@@ -61,8 +70,10 @@ class PartitionTasks:
         grad: bool,
         first: bool,
     ) -> None:
+        self.failed_in = None
         self._skips = skips
         self._module = module
+        self._marks_layers = has_boundaries(module)
         self._device = device
         self._here = device.type == "cpu"  # where the engine computes: in the thread that calls it
         self._grad = grad
@@ -127,17 +138,13 @@ class PartitionTasks:
         retain_graph = retain_graph and i not in self._kept  # else the next backward recomputes it
         if not retain_graph:
             self._given.pop(i, None)
-        inputs, outputs = self._graphs[i] if retain_graph else self._graphs.pop(i)
+        graph = self._graphs[i] if retain_graph else self._graphs.pop(i)
+        inputs, outputs = graph.inputs, graph.outputs
         if len(inputs) == len(outputs) == 1:  # the usual case, and counted in microseconds
             (end,), (start,), (grad,) = inputs, outputs, grad_outputs
             if end is not None and start is not None and grad is not None:
-                found = gradients(
-                    (start.edge,),
-                    (moved(grad, start.device),),
-                    (end, *self.parameters),
-                    retain_graph=retain_graph,
-                    here=self._here,
-                )
+                edges, grads, ends = (start.edge,), (moved(grad, start.device),), (end, *self.parameters)
+                found = self._engine(edges, grads, ends, graph.marks, retain_graph=retain_graph)
                 total.add(found[1:])
                 return found[:1]
         roots = [
@@ -145,14 +152,46 @@ class PartitionTasks:
             for output, grad in zip(outputs, grad_outputs, strict=True)
             if output is not None and grad is not None
         ]
-        ends = [leaf for leaf in inputs if leaf is not None]
-        if not roots or not (ends or self.parameters):
+        own = [leaf for leaf in inputs if leaf is not None]
+        if not roots or not (own or self.parameters):
             return [None] * len(inputs)
-        starts, grads = zip(*roots, strict=True)
-        found = gradients(starts, grads, (*ends, *self.parameters), retain_graph=retain_graph, here=self._here)
-        total.add(found[len(ends) :])
-        arrived = iter(found)
-        return [None if leaf is None else next(arrived) for leaf in inputs]
+        starts, arrived = zip(*roots, strict=True)
+        found = self._engine(starts, arrived, (*own, *self.parameters), graph.marks, retain_graph=retain_graph)
+        total.add(found[len(own) :])
+        each = iter(found)
+        return [None if leaf is None else next(each) for leaf in inputs]
+
+    def _engine(
+        self,
+        edges: Sequence[Edge],
+        grads: Sequence[Tensor],
+        ends: Sequence[Tensor],
+        marks: Marks | None,
+        *,
+        retain_graph: bool,
+    ) -> Sequence[Tensor | None]:
+        self.failed_in = None
+        if marks and retain_graph:  # there are none where somebody else than the partition calls its layers
+            return self._followed(edges, grads, ends, marks)
+        try:
+            return gradients(edges, grads, ends, retain_graph=retain_graph, here=self._here)
+        except BaseException as failure:
+            if marks:
+                self.failed_in = failing_layers(failure, [node_of(edge) for edge in edges], ends, marks)
+            raise
+
+    def _followed(
+        self, edges: Sequence[Edge], grads: Sequence[Tensor], ends: Sequence[Tensor], marks: Marks
+    ) -> Sequence[Tensor | None]:
+        """Through a graph that is kept."""
+        kept = KeptGraph([node_of(edge) for edge in edges], ends, marks)
+        try:
+            return gradients(edges, grads, ends, retain_graph=True, here=self._here)
+        except BaseException:
+            self.failed_in = kept.layer, kept.layer
+            raise
+        finally:
+            kept.let_go()
 
     def _arrived(self, i: int, value: Any) -> tuple[Sequence[Any], Spec]:
         """The leaves of the input, the popped skips last, and the structure of those before."""
@@ -179,24 +218,26 @@ class PartitionTasks:
     def _with_graph(self, i: int, leaves: Sequence[Any], spec: Spec) -> tuple[Sequence[Any], Spec, _Graph]:
         given = Input(leaves, self._device, popped=0 if self._skips is None else self._skips.popped)
         self._note_given(i, given.given)
+        marks = mark_next() if self._marks_layers else None
         outputs, output_spec = self._run(given.given, spec)
         if i == 0:
             self._find_plain_cut(given, spec)
         given.tell_writes()
         given.connect(outputs)
-        graph = _Graph(given.ends(), [root(leaf) if wants_grad(leaf) else None for leaf in outputs])
+        graph = _Graph(given.ends(), [root(leaf) if wants_grad(leaf) else None for leaf in outputs], marks)
         given.let_go()
         return outputs, output_spec, graph
 
     def _plainly(self, i: int, leaf: Tensor, plain: PlainCut) -> tuple[Any, _Graph]:
         cut, given = plain.cut(leaf)
+        marks = mark_next() if self._marks_layers else None
         output = self._called_plainly(i, cut, given)
         if type(output) is Tensor:
-            graph = _Graph((cut,), (root(output) if output.requires_grad else None,))
+            graph = _Graph((cut,), (root(output) if output.requires_grad else None,), marks)
         else:
             outputs, spec = flatten(output)
             connect_outputs(outputs)
-            graph = _Graph((cut,), [root(leaf) if wants_grad(leaf) else None for leaf in outputs])
+            graph = _Graph((cut,), [root(leaf) if wants_grad(leaf) else None for leaf in outputs], marks)
             output = unflatten(outputs, spec)
         plain.let_go(cut, given)
         return output, graph
