@@ -8,8 +8,11 @@ from gpipe_support import assert_same_gradients
 from torch import nn
 from torchrelay import GPipe
 
-# The compiler's own, about the pipeline's output, which is no leaf.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+# The compiler's own: about the pipeline's output, which is no leaf; and about one release of Python.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
