@@ -25,7 +25,11 @@ def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[tor
 
 def unflattened(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Contiguous views of `flat` in the shapes of `like`, one after another; made by one call."""
-    return list(_unflatten_dense_tensors(flat, like))  # type: ignore[no-untyped-call]
+    views = list(_unflatten_dense_tensors(flat, like))  # type: ignore[no-untyped-call]
+    for place, tensor in enumerate(like):
+        if tensor.numel() == 0:  # torch 2.6 forgets the shape of an empty one
+            views[place] = flat[:0].view(tensor.shape)
+    return views
 
 
 def _strided_views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
