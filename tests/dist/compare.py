@@ -1,6 +1,7 @@
 """The plain module as the reference: one process, all ranks' inputs, the mean of the losses."""
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -90,6 +91,12 @@ def assert_equal_on_ranks(tensor: torch.Tensor) -> None:
     dist.all_gather(everyone, tensor.detach().contiguous())
     for other in everyone:
         assert torch.equal(other, everyone[0])
+
+
+def assert_noted(error: BaseException, *words: str) -> None:
+    """All words stand in one of its notes; Python 3.10 has no notes."""
+    if sys.version_info >= (3, 11):
+        assert any(all(word in note for word in words) for note in error.__notes__)
 
 
 def raised(kind: type[BaseException], action: Callable[[], object]) -> str:

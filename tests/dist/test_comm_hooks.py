@@ -2,6 +2,7 @@
 
 import copy
 import datetime
+import inspect
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from compare import (
     assert_equal_on_ranks,
+    assert_noted,
     assert_same_gradients,
     check_backward,
     check_step,
@@ -87,12 +89,18 @@ HOOKS = {
         hooks.fp16_compress_wrapper(hooks.powerSGD_hook),
     ),
     "batched PowerSGD": lambda: (power_state(), hooks.batched_powerSGD_hook),
+    # torch before 2.15 takes gloo's futures for NCCL's in these two, and fails in its own class as well.
     "quantized": lambda: (dist.group.WORLD, hooks.quantization_pertensor_hook),
     "quantized by channel": lambda: (dist.group.WORLD, hooks.quantization_perchannel_hook),
     "post-localSGD": lambda: (local_state(), hooks.post_localSGD_hook),
     "no communication": lambda: (None, hooks.noop_hook),
     "the optimizer in the hook": lambda: (None, then_optimizer()),
 }
+
+
+def is_right_over_gloo(name):
+    """Whether torch's hook is."""
+    return "fut.wait()[0]" not in inspect.getsource(HOOKS[name]()[1]) if "quantized" in name else True
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -111,6 +119,9 @@ def test_a_hook_does_what_it_does_in_torchs_class(rank, world, name):
         except TypeError:
             assert "bf16" in name  # a torch built without CUDA refuses it on gloo
             reference = None
+    if not is_right_over_gloo(name):
+        assert "did not come through" in raised(ReductionError, lambda: train(wrapped, sample))
+        return
     got = train(wrapped, sample)
     if reference is not None:
         want = train(reference, sample)
@@ -289,7 +300,7 @@ def test_a_hook_that_raises_on_every_rank_and_the_next_step(rank, world, options
         hook.fault = out_of_luck
         with pytest.raises(ArithmeticError, match="out of luck") as caught:
             loss(wrapped, samples[rank]).backward()
-        assert any("communication hook" in note and "0.weight" in note for note in caught.value.__notes__)
+        assert_noted(caught.value, "communication hook", "0.weight")
         hook.fault = None
         check_step(wrapped, plain, samples)
 

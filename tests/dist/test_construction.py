@@ -361,7 +361,9 @@ def test_names_that_code_for_torchs_class_reads(rank, world):
     names = "device device_type is_multi_device_module bucket_bytes_cap dim device_ids output_device static_graph"
     names += " broadcast_buffers forward_sync_buffers find_unused_parameters gradient_as_bucket_view batched_grad_copy"
     names += " lazy_bucket_allocation skip_all_reduce_unused_params require_backward_grad_sync parameters_to_ignore"
-    for name in names.split():
+    there = [name for name in names.split() if hasattr(theirs, name)]  # some came with later torch
+    assert "broadcast_buffers" in there
+    for name in there:
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.will_sync_module_buffers() == theirs.will_sync_module_buffers()
     shapes = [[one.shape for one in wrapped._get_data_parallel_params(wrapped.module)] for wrapped in (ours, theirs)]

@@ -217,7 +217,8 @@ def test_logging_data_has_the_names_and_values_of_torchs(rank, world):
             loss(one, torch.ones(2, 4)).backward()
     mine, reference = ours._get_ddp_logging_data(), theirs._get_ddp_logging_data()
     own = {"comm_hook", "torch_version", "static_graph"}
-    assert set(mine) - own - set(reference) == set()
+    own |= {"num_buckets_reduced"}  # torch 2.6 does not tell
+    assert set(mine) - own <= set(reference)
     same = "module_name world_size rank backend_name num_parameter_tensors total_parameter_size_bytes bucket_cap_bytes"
     for key in (*same.split(), "broadcast_buffers", "has_sync_bn", "gradient_as_bucket_view", "device_ids"):
         assert mine[key] == reference[key], key
