@@ -92,10 +92,8 @@ class _Tasks:
 
     def _drawing(self, i: int, j: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """A task's random numbers are those of the plan."""
-        tasks, random = self._left.tasks[j], self._left.random
-        if random.is_backward_without_turn(j):  # the usual case, and counted in microseconds
-            return tasks.backward(i, gradients, self.sums[j], self._skips, retain_graph=self._keep)
-        return random.backward(
+        tasks = self._left.tasks[j]
+        return self._left.random.backward(
             i, j, lambda: tasks.backward(i, gradients, self.sums[j], self._skips, retain_graph=self._keep)
         )
 

@@ -3,15 +3,16 @@
 1. A partition's first task in a half always takes its turn on the generators within its reach, and shows which of them
    it touches: draws from, or sets (a layer that checkpoints itself sets the generator in backward, even if it draws
    nothing there).
-2. Its other tasks take turns on what the first one touched, and wait for nobody if that is nothing.
-3. They are watched. Should the caller's generator not be after the half where it was before, or a task leave it at
-   another place than the first one of as many rows, then something may have drawn out of turn. So in the next step
-   every task of that half takes its turn and shows what it touches, which goes on for as long as layers draw so; and
-   there is a warning, at once or when that is known. (It may also have been, say, a thread that loads data, a hook of a
-   parameter, or a layer whose input says how often it draws.)
+2. Its other tasks take turns on what the first one touched. If that is nothing they wait for nobody; should one of them
+   draw all the same it takes its turn then (see `demand`), and so do the partition's later ones from their beginning.
+3. They are watched besides, since not all can be seen: Python code that sets a generator, or an operation that draws
+   from torch's generator and does not say so. Should the caller's generator not be after the half where it was before,
+   or (where tasks cannot take a turn later) a task leave it at another place than the first one of as many rows, then
+   something may have used it out of turn. So in the next step every task of that half takes its turn and shows what it
+   touches, which goes on for as long as layers draw so; and there is a warning, at once or when that is known. (It may
+   also have been a thread that loads data, a hook of a parameter, or a layer whose input says how often it draws.)
 
-The watch is no proof: it sees a draw between two turns, but not every one within the turn of another partition. Layers
-that draw for some micro-batches of a step and not for its first are sure to be right with `executor="serial"` only.
+The watch is no proof: it sees a use between two turns, but not every one within the turn of another partition.
 """
 
 import warnings
@@ -20,6 +21,7 @@ from typing import TypeVar
 
 import torch
 
+from torchrelay.runtime.demand import Demand, is_available, refuse_within_checkpoint
 from torchrelay.runtime.generators import Source, Turn, sets
 
 __all__ = ["Drawn", "HalfDraws", "HalfWatch"]
@@ -30,6 +32,9 @@ _CPU = torch.device("cpu")
 
 Drawn = Mapping[torch.device, tuple[int, ...] | None]
 """How far each generator of a turn has gone since it was seeded; None if nothing was drawn."""
+
+Note = Callable[[int, int, Drawn], None]
+"""Is told what the task for a micro-batch on a partition drew."""
 
 
 class HalfWatch:
@@ -56,6 +61,7 @@ class HalfDraws:
         half: "forward" or "backward".
         devices: one for each partition.
         sources: the generators.
+        seed_of: the seed of a task, by micro-batch and partition.
         rows: of each micro-batch; those with as many draw as often.
         watch: what is known of the half.
         others_draw: something draws besides this half's own tasks, so that it matters who sets a generator.
@@ -71,6 +77,7 @@ class HalfDraws:
         half: str,
         devices: Sequence[torch.device],
         sources: Mapping[torch.device, Source],
+        seed_of: Callable[[int, int], int],
         rows: Sequence[int],
         watch: HalfWatch,
         *,
@@ -79,6 +86,9 @@ class HalfDraws:
         self._half = half
         self._sources = sources
         self._mine = [{_CPU, device} & sources.keys() for device in devices]
+        self._seed_of = seed_of
+        # In backward, an accelerator's operations are called by a thread of torch's, for which all lanes wait.
+        self._can_demand = [is_available() and (half == "forward" or device.type == "cpu") for device in devices]
         self._rows = rows
         self._watch = watch
         self._every_task = watch.every_task
@@ -95,19 +105,39 @@ class HalfDraws:
 
     # ---- tasks
 
-    def run(self, i: int, j: int, seed: int, task: Callable[[], T], note: Callable[[Drawn], None] | None = None) -> T:
-        """Run partition `j`'s task for micro-batch `i`, drawing from `seed`; tell `note` what, if in a turn."""
+    def run(self, i: int, j: int, task: Callable[[], T], note: Note | None = None) -> T:
+        """Run partition `j`'s task for micro-batch `i` with the numbers of its own; tell `note` what it drew."""
         if self.free[j]:
-            return task()
+            return self.run_free(i, j, task, note)
 
         def found(drawn: Drawn) -> None:
             self._compare(i, j, drawn)
             if note is not None:
-                note(drawn)
+                note(i, j, drawn)
 
+        seed = self._seed_of(i, j)
         if self._begun[j] and not self._every_task:
             return self.in_turn(self.touched[j], seed, task, found)
         return self._watched(j, seed, task, found)
+
+    def run_free(self, i: int, j: int, task: Callable[[], T], note: Note | None = None) -> T:
+        """Run a task of a partition that is :attr:`free`; it takes its turn if it draws, and tells `note` then."""
+        return Demand(self, i, j, note).run(task) if self._can_demand[j] else task()
+
+    def begun(self, i: int, j: int) -> tuple[Sequence[Source], int]:
+        """For :class:`Demand`."""
+        refuse_within_checkpoint(i, j)
+        return [source for device, source in self._sources.items() if device in self._mine[j]], self._seed_of(i, j)
+
+    def noted(self, i: int, j: int, turns: Sequence[Turn], note: Note | None) -> None:
+        """For :class:`Demand`."""
+        drawn = {turn.device: turn.drawn() for turn in turns}
+        drew = {device for device, place in drawn.items() if place is not None}
+        self.drew[j] |= drew
+        self.touched[j] |= drew
+        self.free[j] = not drew
+        if note is not None and drew:
+            note(i, j, drawn)
 
     def _watched(self, j: int, seed: int, task: Callable[[], T], found: Callable[[Drawn], None]) -> T:
         mine = self._mine[j]
@@ -161,6 +191,8 @@ class HalfDraws:
         return result
 
     def _compare(self, i: int, j: int, drawn: Drawn) -> None:
+        if all(self._can_demand):
+            return  # whoever drew had a turn
         for device, place in drawn.items():
             if self._places[j].setdefault((device, self._rows[i]), place) != place:
                 self._strangers.add(device)

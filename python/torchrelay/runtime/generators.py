@@ -137,6 +137,11 @@ class Turn:
         self.thread = threading.current_thread()
         self.bell: SimpleQueue[None] | None = None  # once it waits
 
+    @property
+    def device(self) -> torch.device:
+        """The generator's."""
+        return self._source.device
+
     def begin(self) -> None:
         """Wait for the turn, and seed the generator."""
         self._source.take(self)

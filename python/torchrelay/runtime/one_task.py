@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from torchrelay.runtime.demand import turn_is_needed
 from torchrelay.runtime.generators import Source
 
 __all__ = ["OneTaskRandomness"]
@@ -28,18 +29,11 @@ class OneTaskRandomness:
         # What a forward that is to be recomputed drew from, and the states that it found.
         self._found: list[tuple[Source, Tensor]] = []
 
-    def is_without_turn(self, j: int) -> bool:
-        """Whether a forward may be run as it is: not if it is recomputed."""
-        return False
-
-    def is_backward_without_turn(self, j: int) -> bool:
-        """A backward may."""
-        return True
-
     def forward(self, i: int, j: int, task: Callable[[], T], *, recomputed: bool) -> T:
         """Run the forward."""
         if not recomputed:
             return task()
+        turn_is_needed()
         before = [(source, source.state()) for source in map(Source, sorted(self._devices, key=str))]
         result = task()
         self._found = [(source, state) for source, state in before if not torch.equal(source.state(), state)]

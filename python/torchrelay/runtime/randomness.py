@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from torchrelay.runtime.demand import turn_is_needed
 from torchrelay.runtime.draws import Drawn, HalfDraws, HalfWatch
 from torchrelay.runtime.generators import Source
 from torchrelay.runtime.one_task import OneTaskRandomness
@@ -47,12 +48,6 @@ class RandomnessWatch:
 
 class Randomness(Protocol):
     """What one step draws, as the step sees it."""
-
-    def is_without_turn(self, j: int) -> bool:
-        """Whether the next forward task of partition `j` takes no turn, so that it may be run as it is."""
-
-    def is_backward_without_turn(self, j: int) -> bool:
-        """Whether the next backward task of partition `j` takes no turn."""
 
     def forward(self, i: int, j: int, task: Callable[[], T], *, recomputed: bool) -> T:
         """Run the forward task of micro-batch `i` on partition `j`, which may be `recomputed`."""
@@ -90,11 +85,13 @@ class StepRandomness:
     """
 
     def __init__(self, devices: Sequence[torch.device], rows: Sequence[int], watch: RandomnessWatch) -> None:
+        turn_is_needed()  # in a layer of another pipeline, whose task is to decide what is read here of the generator
         self._devices = devices
         self._rows = rows
         self._watch = watch
+        self._seeds = _Seeds()
         self._sources = self._make_sources()
-        self._forward = HalfDraws("forward", devices, self._sources, rows, watch.forward)
+        self._forward = HalfDraws("forward", devices, self._sources, self._seeds.forward, rows, watch.forward)
         self._backward: HalfDraws | None = None  # the one in progress, or the last
         self._has_finished = False
         # What each forward task drew that may be recomputed.
@@ -108,7 +105,7 @@ class StepRandomness:
         if source.device == _CPU:
             _running.add(self)
             # The steps of several threads must not draw the same.
-            self._seed = source.seed() ^ (_mix(len(_running)) if len(_running) > 1 else 0)
+            self._seeds.step = source.seed() ^ (_mix(len(_running)) if len(_running) > 1 else 0)
 
     def _make_sources(self) -> dict[torch.device, Source]:
         accelerators = [device for device in self._devices if device.type == "cuda"]
@@ -116,22 +113,12 @@ class StepRandomness:
 
     # ---- tasks
 
-    def is_without_turn(self, j: int) -> bool:
-        """Whether the next forward task of partition `j` takes no turn, so that it may be run as it is."""
-        return self._forward.free[j]
-
-    def is_backward_without_turn(self, j: int) -> bool:
-        """Whether the next backward task of partition `j` takes no turn."""
-        half = self._backward
-        return half is not None and half.free[j]
-
     def forward(self, i: int, j: int, task: Callable[[], T], *, recomputed: bool) -> T:
         """Run the forward task of micro-batch `i` on partition `j`, which may be `recomputed`."""
+        return self._forward.run(i, j, task, self._note if recomputed else None)
 
-        def note(drawn: Drawn) -> None:
-            self._drawn[i, j] = drawn
-
-        return self._forward.run(i, j, self._task_seed(i, j), task, note if recomputed else None)
+    def _note(self, i: int, j: int, drawn: Drawn) -> None:
+        self._drawn[i, j] = drawn
 
     def recompute(self, i: int, j: int, task: Callable[[], T]) -> T:
         """Run the recomputation of a forward task: it draws the same.
@@ -140,11 +127,11 @@ class StepRandomness:
             RuntimeError: it did not draw as much.
         """
         turns = self._forward.touched[j]
-        if not turns:
-            return task()
         half = self._backward
         assert half is not None
-        return half.in_turn(turns, self._task_seed(i, j), task, lambda drawn: self._check(i, j, drawn))
+        if not turns:
+            return half.run_free(i, j, task, self._check)
+        return half.in_turn(turns, self._seeds.forward(i, j), task, lambda drawn: self._check(i, j, drawn))
 
     def _check(self, i: int, j: int, drawn: Drawn) -> None:
         before = self._drawn.get((i, j), {})
@@ -158,7 +145,7 @@ class StepRandomness:
     def backward(self, i: int, j: int, task: Callable[[], T]) -> T:
         """Run the backward task of micro-batch `i` on partition `j`."""
         assert self._backward is not None
-        return self._backward.run(i, j, self._task_seed(i | _BACKWARD, j), task)
+        return self._backward.run(i, j, task)
 
     # ---- the caller's generators
 
@@ -186,6 +173,7 @@ class StepRandomness:
             "backward",
             self._devices,
             self._sources,
+            self._seeds.backward,
             self._rows,
             self._watch.backward,
             others_draw=bool(drawn_from),
@@ -210,8 +198,18 @@ class StepRandomness:
         if not failed:
             half.learn()
 
-    def _task_seed(self, i: int, j: int) -> int:
-        return _mix(_mix(self._seed ^ i) ^ j)
+
+class _Seeds:
+    """Of the tasks of a step, by micro-batch and partition; apart from the step, so that there is no cycle."""
+
+    def __init__(self) -> None:
+        self.step = 0  # the step's own, until it is known
+
+    def forward(self, i: int, j: int) -> int:
+        return _mix(_mix(self.step ^ i) ^ j)
+
+    def backward(self, i: int, j: int) -> int:
+        return self.forward(i | _BACKWARD, j)
 
 
 def _mix(x: int) -> int:

@@ -156,6 +156,4 @@ class _Step:
         run = tasks.checkpoint if recomputed else tasks.forward
         if self._pipeline.gathers:
             return self._random.forward(i, j, lambda: self.gathering.task(j, run, i, value), recomputed=recomputed)
-        if self._random.is_without_turn(j):  # the usual case, and counted in microseconds
-            return run(i, value)
         return self._random.forward(i, j, lambda: run(i, value), recomputed=recomputed)
