@@ -1,6 +1,7 @@
 """What happens when a module is wrapped: agreement, copying, the plan, options; and what happens to it afterwards."""
 
 import copy
+import inspect
 import io
 import pickle
 import time
@@ -353,6 +354,44 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(rank, world):
         assert words in message, message
 
 
+MIB = 1 << 20
+LIMITS = {
+    "usual": ({}, 25 * MIB, [], True),
+    "one": ({"bucket_cap_mb": 3}, 3 * MIB, [], True),
+    "some": ({"bucket_cap_mb_list": [2, 5, 1]}, 5 * MIB, [2 * MIB, 5 * MIB, MIB], False),
+}
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@on_ranks
+def test_limits_have_the_names_of_torchs_class(rank, world, limits):
+    options, cap, each, first_is_small = LIMITS[limits]
+    ours = DistributedDataParallel(nn.Linear(4, 4), **options)
+    assert ours.bucket_bytes_cap == cap
+    assert ours.bucket_bytes_cap_list == each
+    assert ours.bucket_bytes_cap_default == first_is_small
+    if options.keys() <= inspect.signature(TorchDDP).parameters.keys():  # some came with later torch
+        theirs = TorchDDP(nn.Linear(4, 4), **options)
+        assert theirs.bucket_bytes_cap == cap
+        assert getattr(theirs, "bucket_bytes_cap_list", each) == each
+
+
+@pytest.mark.parametrize("both", [False, True])
+@on_ranks
+def test_of_two_names_for_one_option_the_newer_one_counts(rank, world, both):
+    options = {"broadcast_buffers": False} | ({"forward_sync_buffers": False} if both else {})
+    for kind in (DistributedDataParallel, TorchDDP):
+        if not options.keys() <= inspect.signature(kind).parameters.keys():  # some came with later torch
+            continue
+        module = nn.BatchNorm1d(4)
+        module.running_mean.fill_(rank)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            wrapped = kind(module, **options)
+        assert not wrapped.broadcast_buffers
+        assert module.running_mean[0].item() == (0 if both else rank)
+
+
 @on_ranks
 def test_names_that_code_for_torchs_class_reads(rank, world):
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -360,6 +399,7 @@ def test_names_that_code_for_torchs_class_reads(rank, world):
     ours, theirs = DistributedDataParallel(copy.deepcopy(module)), TorchDDP(module)
     names = "device device_type is_multi_device_module bucket_bytes_cap dim device_ids output_device static_graph"
     names += " broadcast_buffers forward_sync_buffers find_unused_parameters gradient_as_bucket_view batched_grad_copy"
+    names += " mixed_precision _distributed_rank"
     names += " lazy_bucket_allocation skip_all_reduce_unused_params require_backward_grad_sync parameters_to_ignore"
     there = [name for name in names.split() if hasattr(theirs, name)]  # some came with later torch
     assert "broadcast_buffers" in there
@@ -374,6 +414,8 @@ def test_names_that_code_for_torchs_class_reads(rank, world):
     inputs_, kwargs = ours.scatter((torch.arange(4.0),), {"x": 1}, ["cpu", "cpu"])
     assert [part[0].tolist() for part in inputs_] == [[0, 1], [2, 3]]
     assert list(kwargs) == [{"x": 1}, {"x": 1}]
+    assert ours.to_kwargs((torch.arange(4.0),), {"x": 1}, "cpu")[1] == ({"x": 1},)
+    ours._set_ddp_sink_clone(False)
     assert ours.gather([part[0] for part in inputs_], "cpu").tolist() == [0, 1, 2, 3]
     assert not ours._has_rebuilt_buckets
     ours(torch.ones(2, 4)).sum().backward()

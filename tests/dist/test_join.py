@@ -149,6 +149,21 @@ def test_with_a_communication_hook(rank, world, by_live):
 
 
 @on_ranks
+def test_with_a_hook_on_a_rank_without_a_batch(rank, world):
+    """It takes part in the plan that the others agree on as well, from their second backward on."""
+    module = Branches(3).double()
+    wrapped, plain = wrap(module, bucket_cap_mb_list=[0])
+    wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    samples = inputs(world, 2, 4)
+    with wrapped.join():
+        for _ in range(3 * (rank == world - 1)):
+            wrapped.zero_grad()
+            loss(lambda x: wrapped(x, [2, 0, 1]), samples[rank]).backward()
+    (loss(lambda x: plain(x, [2, 0, 1]), samples[-1]) / world).backward()
+    assert_same_gradients(module, plain)
+
+
+@on_ranks
 def test_together_with_an_optimizer_that_shards_its_state(rank, world):
     module = mlp()
     wrapped, plain = wrap(module)

@@ -35,6 +35,7 @@ class Connection:
         planner: Makes the plan.
         switches: Of the wrapper.
         as_views: Whether gradients become views of the buckets' memory.
+        lazy: Whether buckets have memory of their own in backwards only.
 
     Attributes:
         inventory: The parameters and buffers.
@@ -53,6 +54,7 @@ class Connection:
         planner: Planner,
         switches: Switches,
         as_views: bool,
+        lazy: bool,
     ) -> None:
         self.group = group
         self.inventory = take_inventory(module, ignored)
@@ -64,6 +66,7 @@ class Connection:
         self._planner = planner
         self._switches = switches
         self._as_views = as_views
+        self._lazy = lazy
         label = f"{type(module).__name__} of {len(self.inventory.lines)} parameters"
         self.watch = Watch(group, time_limit(group, timeout), label)
 
@@ -147,6 +150,7 @@ class Connection:
                 self.watch,
                 switches=self._switches,
                 as_views=self._as_views,
+                lazy=self._lazy,
                 hook=self.hook,
                 modes=None if before is None else before.modes,
                 replicas=self.replicas,

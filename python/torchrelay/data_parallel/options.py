@@ -48,7 +48,9 @@ def forward_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | No
     """Whether buffers are broadcast before each forward: two names for one option; the second is the newer one."""
     if broadcast_buffers is not None and forward_sync_buffers is not None:
         warnings.warn(
-            "broadcast_buffers is ignored where forward_sync_buffers is given; pass one of them", stacklevel=4
+            "broadcast_buffers is ignored where forward_sync_buffers is given; pass one of them",
+            FutureWarning,
+            stacklevel=4,
         )
     chosen = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
     return True if chosen is None else chosen

@@ -21,12 +21,14 @@ class Planner:
 
     Attributes:
         limits: Of the sizes of buckets, in bytes; the last one is that of all further ones.
+        listed: Whether they were given one by one.
         auto: Whether a cost model chooses the sizes instead, once the order of arrival is known.
         given: A plan from elsewhere, in place of one made here.
         link: What a message costs, if that counts.
     """
 
     limits: Sequence[int]
+    listed: bool = False
     auto: bool = False
     given: BucketPlan | None = None
     link: Link | None = None

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchrelay.data_parallel.connection import Connection
@@ -48,8 +49,18 @@ class TorchNames:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """The limit of all buckets but the first ones formed, in bytes."""
-        return self._planner.limits[-1]
+        """The limit of all buckets but the first one formed, in bytes; of a list of limits, the largest."""
+        return max(self.bucket_bytes_cap_list, default=self._planner.limits[-1])
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """The limits of `bucket_cap_mb_list` in bytes; empty if there is none."""
+        return list(self._planner.limits) if self._planner.listed else []
+
+    @property
+    def bucket_bytes_cap_default(self) -> bool:
+        """Whether the first bucket formed is smaller than all others."""
+        return not self._planner.listed and self._planner.limits[0] < self._planner.limits[-1]
 
     def will_sync_module_buffers(self) -> bool:
         """Whether there are buffers that are copied from rank 0 before a training forward."""
@@ -70,6 +81,12 @@ class TorchNames:
         parts = scatter((inputs, kwargs), devices, self.dim)
         return tuple(part[0] for part in parts), tuple(part[1] for part in parts)
 
+    def to_kwargs(
+        self, inputs: tuple[typing.Any, ...], kwargs: dict[str, typing.Any], device_id: int | torch.device | str
+    ) -> tuple[tuple[typing.Any, ...], tuple[typing.Any, ...]]:
+        """Inputs, positional and by name, on one device: `scatter` in one part."""
+        return self.scatter(inputs, kwargs, [device_id])
+
     def gather(self, outputs: Sequence[typing.Any], output_device: int | torch.device | str) -> typing.Any:
         """The parts of an output as one, on a device.
 
@@ -77,6 +94,14 @@ class TorchNames:
             ValueError: They do not fit together.
         """
         return join(outputs, torch.device(output_device), self.dim)
+
+    @property
+    def _distributed_rank(self) -> int:
+        """This rank's number in the group."""
+        return dist.get_rank(self._connection.group)
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Accepted: outputs are never cloned, and may be changed in place."""
 
     def _set_static_graph(self) -> None:
         """Accepted, as the constructor's `static_graph` is."""

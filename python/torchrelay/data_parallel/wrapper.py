@@ -60,8 +60,8 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
         output_device: Where the outputs of replicas are joined; on the first device by default. With one device,
             outputs are where the module leaves them.
         dim: Along which dimension inputs are cut and outputs are joined, for several devices.
-        broadcast_buffers: The older name of `forward_sync_buffers`; with False, buffers are not copied at construction
-            either.
+        broadcast_buffers: The older name of `forward_sync_buffers`, which counts where both are given; with False
+            alone, buffers are not copied at construction either.
         init_sync: False: neither compare nor copy anything at construction. The caller vouches for equal modules.
         process_group: The ranks; all of them by default.
         bucket_cap_mb: At how many MiB a bucket is closed; 25 by default. The first one formed, which is reduced last,
@@ -81,7 +81,10 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
         batched_grad_copy: Accepted; gradients are always copied by one call per bucket.
         forward_sync_buffers: Whether rank 0's buffers are copied to all ranks before each forward that trains (and is
             not under `no_sync`).
-        lazy_bucket_allocation: Accepted; a hint that changes no result.
+        lazy_bucket_allocation: Buckets have memory from when all of their gradients are there; after the backward it
+            belongs to the gradients alone, and is free when these are set to None: so it is not held while a forward
+            fills up with activations. It is allocated anew in every backward, and gradients are copied when a bucket
+            is complete, not before.
         plan: The plan of another run (`BucketPlan.from_json`), instead of one made here: then the order of summation is
             that run's, from the first backward on.
         timeout: How long this rank waits for a message of the others, as a timedelta or in seconds; at most the timeout
@@ -142,7 +145,7 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
         )
         auto = checked_auto(bucket_cap_mb, bucket_cap_mb_list, plan)
         limits = bucket_limits(None if isinstance(bucket_cap_mb, str) else bucket_cap_mb, bucket_cap_mb_list)
-        self._planner = Planner(limits, auto, plan)
+        self._planner = Planner(limits, bucket_cap_mb_list is not None, auto, plan)
         self._switches = Switches(buffers=forward_sync(broadcast_buffers, forward_sync_buffers))
         self.device_ids = None if device_ids is None else list(device_ids)
         self.output_device = output_device
@@ -153,6 +156,7 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
         self.lazy_bucket_allocation = lazy_bucket_allocation
+        self.mixed_precision = None
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
         self.device_mesh = device_mesh
@@ -165,7 +169,8 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
             self._devices = chosen_devices(device_ids, sorted(places, key=str))
             if init_sync:
                 self._connection.agree()
-                self._connection.copy_from(0, buffers=broadcast_buffers is not False)
+                with_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
+                self._connection.copy_from(0, buffers=with_buffers)
             self._planner.measure(self.process_group, self._connection.device)
             self._connect()
         if len(self._devices) > 1:
@@ -185,6 +190,7 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
             planner=self._planner,
             switches=self._switches,
             as_views=self.gradient_as_bucket_view,
+            lazy=self.lazy_bucket_allocation,
         )
         self._joining = Joining(self._connection, self._switches)
         self._guard = StepGuard(self._connection.waiting)

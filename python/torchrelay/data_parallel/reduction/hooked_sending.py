@@ -6,17 +6,10 @@ what the others send; the other ranks are told (see `hook_failures`), and the ho
 
 import sys
 
-from torchrelay.data_parallel.averaging import Averager
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.overflow import Overflow
-from torchrelay.data_parallel.parameters import Inventory
-from torchrelay.data_parallel.reduction.arrivals import Arrivals
-from torchrelay.data_parallel.reduction.memory import Memory
-from torchrelay.data_parallel.reduction.progress import Progress
-from torchrelay.data_parallel.reduction.sending import Sender
-from torchrelay.data_parallel.replicas import Replicas
+from torchrelay.data_parallel.reduction.sending import Parts, Sender
 from torchrelay.data_parallel.storage import BucketStorage
-from torchrelay.data_parallel.waiting import Watch
 from torchrelay.errors import CommHookError, RankMismatchError, ReductionError
 from torchrelay.planning.bucket_plan import Bucket
 
@@ -26,20 +19,10 @@ __all__ = ["HookedSender"]
 class HookedSender(Sender):
     """As `Sender`; a bucket is given to `hook`, when its future of the bucket before is done."""
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        memory: Memory,
-        arrivals: Arrivals,
-        average: Averager,
-        watch: Watch,
-        progress: Progress,
-        replicas: Replicas | None,
-        hook: CommHook,
-    ) -> None:
-        super().__init__(inventory, memory, arrivals, average, watch, progress, replicas)
+    def __init__(self, parts: Parts, hook: CommHook) -> None:
+        super().__init__(parts)
         self._hook = hook
-        self._overflow = Overflow(progress.rank, progress.ranks)
+        self._overflow = Overflow(parts.progress.rank, parts.progress.ranks)
 
     def launch_ready(self, stop: int) -> None:
         """A bucket whose turn has not come by the hook's rules goes with the next news, or at the end."""
@@ -49,7 +32,7 @@ class HookedSender(Sender):
     def launch_rest(self) -> None:
         """As without a hook."""
         unused = self._arrivals.unused()
-        while self._launched < len(self._memory.storages):
+        while self._launched < self._memory.size:
             self._drain()
             self._launch_next(unused)
 

@@ -18,19 +18,25 @@ __all__ = ["Memory"]
 class Memory:
     """Is there from the first backward that needs it: what the plan asks for before it is the final one, is not.
 
+    In the backward that makes the plan final, all gradients are there before any of it. So that they are not held
+    twice, each bucket gets its memory in its turn, and its gradients move there. If memory is `lazy`, that is done in
+    every backward: afterwards it belongs to the gradients alone, and is free when these are.
+
     Args:
         inventory: The parameters.
         progress: Knows the plan.
         average: What averages the buckets.
         as_views: Whether gradients become views of the buckets' memory.
         early: Whether gradients may be taken before a bucket's turn.
+        lazy: Whether a bucket has memory from when its gradients are there to the end of the backward only.
         hook: What is called for a bucket in place of the average, if anything.
         divide: Told which parameters' gradients can be taken together before the bucket's turn.
 
     Attributes:
-        storages: For each bucket its memory.
+        lazy: As given: it is to be released after each backward.
+        size: How many buckets there are to be sent in a backward, once it is open.
+        storages: For each bucket its memory; for the first ones, while they get it one by one.
         pieces: For each of the groups that `divide` was told: the memory that takes it, and its number there.
-        words: What travels with the last bucket.
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class Memory:
         *,
         as_views: bool,
         early: bool,
+        lazy: bool,
         hook: CommHook | None,
         divide: Callable[[Sequence[Sequence[int]]], None],
     ) -> None:
@@ -48,15 +55,22 @@ class Memory:
         self._progress = progress
         self._average = average
         self._as_views = as_views
-        self._early = early
+        self._early = early and not lazy
+        self.lazy = lazy
         self._hook = hook
         self._divide = divide
+        self._had: frozenset[int] = frozenset()
+        self.size = 0
         self.storages: list[BucketStorage] = []
         self.pieces: list[tuple[BucketStorage, int]] = []
-        self.words: LastWords
+        self._words: LastWords | None = None
 
     def open(self) -> None:
         """At the beginning of a reduced backward."""
+        if self.lazy:
+            self.look()
+            self.open_in_turn()
+            return
         if not self.storages:
             with collections_paused():
                 self.allocate()
@@ -66,10 +80,50 @@ class Memory:
     def allocate(self) -> None:
         """Memory that nobody else has."""
         buckets = self._progress.plan.buckets
+        self.size = len(buckets)
         self.storages = [self._storage(bucket, is_last=bucket is buckets[-1]) for bucket in buckets]
-        self.words = LastWords(self.storages[-1], len(self._parameters), self._progress)
-        self.pieces = [(storage, number) for storage in self.storages for number, _ in enumerate(storage.pieces())]
-        self._divide([group for storage in self.storages for group in storage.pieces()])
+        self._complete()
+
+    # --- one by one
+
+    def look(self) -> None:
+        """At the beginning of a backward that `open_in_turn` follows: gradients of before stay where they are."""
+        with collections_paused():
+            self._had = frozenset(place for place, one in enumerate(self._parameters) if one.grad is not None)
+
+    def open_in_turn(self) -> None:
+        """Before any bucket of a backward is sent: `add_next` is called for each when its turn has come."""
+        self.size = len(self._progress.plan.buckets)
+        self.storages = []
+
+    def add_next(self) -> None:
+        """Memory for the next bucket."""
+        bucket = self._progress.plan.buckets[len(self.storages)]
+        is_last = len(self.storages) + 1 == self.size
+        with collections_paused():
+            storage = self._storage(bucket, is_last=is_last)
+            new = {member: self._parameters[member].grad for member in bucket.members if member not in self._had}
+            try:
+                for member in new:
+                    self._parameters[member].grad = None
+                storage.open()
+            finally:
+                for member, gradient in new.items():
+                    self._parameters[member].grad = gradient
+            self.storages.append(storage)
+            if is_last:
+                self._complete()
+
+    def add_all(self) -> None:
+        """Memory for all further buckets."""
+        while len(self.storages) < self.size:
+            self.add_next()
+
+    def _complete(self) -> None:
+        self._words = LastWords(self.storages[-1], len(self._parameters), self._progress)
+        if not self.lazy:
+            self.pieces = [(storage, number) for storage in self.storages for number, _ in enumerate(storage.pieces())]
+            self._divide([group for storage in self.storages for group in storage.pieces()])
 
     def _storage(self, bucket: Bucket, *, is_last: bool) -> BucketStorage:
         plan, extra = self._progress.plan, 0
@@ -90,6 +144,12 @@ class Memory:
             as_arriving=plan.source != "definition",
         )
 
+    @property
+    def words(self) -> LastWords:
+        """What travels with the last bucket, once that has memory."""
+        assert self._words is not None
+        return self._words
+
     def write_back(self, unused: frozenset[int]) -> None:
         """Makes the means the gradients; `unused`: parameters that this rank has no gradient for."""
         untouched = self.words.unused_anywhere(unused)
@@ -106,5 +166,7 @@ class Memory:
         return [storage for storage in self.storages if storage.pending]
 
     def release(self) -> None:
-        """For another plan."""
+        """It belongs to the gradients alone."""
+        self.size = 0
         self.storages = []
+        self._words = None

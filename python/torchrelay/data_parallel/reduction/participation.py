@@ -10,6 +10,7 @@ from torchrelay.data_parallel.modes import Mode, Modes
 from torchrelay.data_parallel.reduction.progress import Progress
 from torchrelay.data_parallel.reduction.rounds import Rounds
 from torchrelay.data_parallel.switches import Switches
+from torchrelay.data_parallel.uneven import Round
 from torchrelay.data_parallel.waiting import Place, Watch
 from torchrelay.data_parallel.weights import Part, Scale, Share
 from torchrelay.errors import RankMismatchError, ReductionError
@@ -71,6 +72,16 @@ class Participation:
         except ReductionError as error:
             return error
         return None
+
+    def follow(self, expected: Round) -> None:
+        """The same for a backward of other ranks, inside `join`, by one that is through.
+
+        Raises:
+            ReductionError: This rank has another hook, or an earlier backward was not brought to an end.
+        """
+        if self._hook is not None:
+            self._hook.begin()
+        self.modes.begin(self._mode._replace(weighted=expected.weighted), self._progress.backward)
 
     @property
     def _mode(self) -> Mode:

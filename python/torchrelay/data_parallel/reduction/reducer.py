@@ -43,7 +43,7 @@ from torchrelay.data_parallel.reduction.order import Order, Replan
 from torchrelay.data_parallel.reduction.participation import Participation
 from torchrelay.data_parallel.reduction.progress import Progress
 from torchrelay.data_parallel.reduction.rounds import Rounds
-from torchrelay.data_parallel.reduction.sending import Sender
+from torchrelay.data_parallel.reduction.sending import Parts, Sender
 from torchrelay.data_parallel.replicas import Replicas
 from torchrelay.data_parallel.switches import Switches
 from torchrelay.data_parallel.trouble import late_error
@@ -65,6 +65,7 @@ class Reducer:
         watch: What waits for them.
         switches: What the user may switch at any time.
         as_views: Whether gradients become views of the buckets' memory.
+        lazy: Whether buckets have memory of their own in backwards only.
         hook: What is called for a bucket in place of the average, if anything.
         modes: How the ranks go about a backward, if there was a reducer before this one.
         replicas: The module's replicas in this process, if it has any besides itself.
@@ -85,6 +86,7 @@ class Reducer:
         *,
         switches: Switches,
         as_views: bool,
+        lazy: bool = False,
         hook: CommHook | None = None,
         modes: Modes | None = None,
         replicas: Replicas | None = None,
@@ -124,11 +126,12 @@ class Reducer:
             average,
             as_views=as_views,
             early=replicas is None,
+            lazy=lazy,
             hook=hook,
             divide=self._arrivals.divide,
         )
-        means = inventory, self._memory, self._arrivals, average, watch, self._progress, replicas
-        self._sender = Sender(*means) if hook is None else HookedSender(*means, hook)
+        parts = Parts(inventory, self._memory, self._arrivals, average, watch, self._progress, replicas)
+        self._sender = Sender(parts) if hook is None else HookedSender(parts, hook)
         self._lock = threading.RLock()
         self._successor: BucketPlan | None = None
         self._reducing = False
@@ -190,6 +193,7 @@ class Reducer:
             self._take_part(mismatch)
             if self._order is not None:
                 self._order.begin()
+                self._memory.look()
             elif self._reducing:
                 self._memory.open()
             # Nothing is taken before all ranks have agreed on the plan; nor if a user's hook may change a gradient once
@@ -250,7 +254,7 @@ class Reducer:
                     if self._order is not None:
                         with collections_paused():
                             self._plan_anew(self._order.agree(self._arrivals.order()))
-                            self._memory.open()
+                        self._memory.open_in_turn()
                     self._sender.launch_rest()
                     if self._switches.manual:
                         self._unfinished = Unfinished(self._names, self._parameters)
@@ -323,11 +327,13 @@ class Reducer:
             self._adopt()
 
     def _adopt(self) -> None:
-        """Makes the plan that all ranks have agreed on the one that is carried out."""
+        """Makes the plan that all ranks have agreed on the one that is carried out; its memory comes later."""
         if self._successor is not None:
             self._progress.plan, self._successor = self._successor, None
             self._arrivals.rearrange(self.plan)
-            self._sender.change_memory()
+        elif not self._memory.lazy:
+            return
+        self._sender.change_memory()
 
     # --- the user finalizes it
 
@@ -380,12 +386,12 @@ class Reducer:
         """
         with self._lock, torch.no_grad():
             self._settle()
-            if self._hook is not None:
-                self._hook.begin()
+            self._participation.follow(expected)
             share = self._participation.weigh(0) if expected.weighted else None
             if self._order is not None:
                 self._plan_anew(self._order.follow())
             self._memory.open()
+            self._memory.add_all()
             self._memory.words.say_nothing()
             try:
                 self._sender.begin(muted=False)
@@ -396,4 +402,5 @@ class Reducer:
                 self._memory.write_back(frozenset(range(len(self._names))))
             finally:
                 self._memory.forget()
+                self._adopt()
             self._progress.count(reduced=True)

@@ -4,6 +4,8 @@ Every rank sends the same messages in the same order, whatever its graph reached
 a rank that fails sends what it still owes the others, with nothing in it.
 """
 
+import dataclasses
+
 from torchrelay.data_parallel.averaging import Averager
 from torchrelay.data_parallel.collections_paused import collections_paused
 from torchrelay.data_parallel.parameters import Inventory
@@ -16,13 +18,14 @@ from torchrelay.data_parallel.waiting import Watch
 from torchrelay.data_parallel.weights import Part
 from torchrelay.errors import CommHookError, RankMismatchError
 
-__all__ = ["Sender"]
+__all__ = ["Parts", "Sender"]
 
 
-class Sender:
-    """The messages of one backward after another; one thread at a time.
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a sender works with.
 
-    Args:
+    Attributes:
         inventory: The parameters.
         memory: Where their gradients are gathered.
         arrivals: Which of them are there.
@@ -30,31 +33,35 @@ class Sender:
         watch: What waits for the other ranks.
         progress: Of this rank.
         replicas: The module's replicas, whose gradients are added up before they are gathered.
+    """
+
+    inventory: Inventory
+    memory: Memory
+    arrivals: Arrivals
+    average: Averager
+    watch: Watch
+    progress: Progress
+    replicas: Replicas | None
+
+
+class Sender:
+    """The messages of one backward after another; one thread at a time.
 
     Attributes:
         muted: Whether this rank sends nothing more in this backward, since it would not meet what the others send.
         share: How much this rank's gradients count, if not as much as any other's.
     """
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        memory: Memory,
-        arrivals: Arrivals,
-        average: Averager,
-        watch: Watch,
-        progress: Progress,
-        replicas: Replicas | None,
-    ) -> None:
+    def __init__(self, parts: Parts) -> None:
         self.muted = False
         self.share: Part | None = None
-        self._parameters = inventory.tensors
-        self._memory = memory
-        self._arrivals = arrivals
-        self._average = average
-        self._watch = watch
-        self._progress = progress
-        self._replicas = replicas
+        self._parameters = parts.inventory.tensors
+        self._memory = parts.memory
+        self._arrivals = parts.arrivals
+        self._average = parts.average
+        self._watch = parts.watch
+        self._progress = parts.progress
+        self._replicas = parts.replicas
         self._launched = 0
         self._bare: frozenset[int] = frozenset()
         # What an abandoned backward has sent, and nobody has waited for.
@@ -78,18 +85,20 @@ class Sender:
     def launch_rest(self) -> None:
         """Sends all that was not sent; no more gradients will come."""
         unused = self._arrivals.unused()
-        while self._launched < len(self._memory.storages):
+        while self._launched < self._memory.size:
             self._launch_next(unused)
 
     def _launch_next(self, unused: frozenset[int]) -> None:
-        storages = self._memory.storages
-        storage = storages[self._launched]
+        memory = self._memory
+        if self._launched == len(memory.storages):
+            memory.add_next()
+        storage = memory.storages[self._launched]
         if self._replicas is not None:
             self._replicas.add_up([self._parameters[member] for member in storage.bucket.members])
         with collections_paused():
             self._bare |= storage.gather(unused)
-        if storage is storages[-1]:  # by now all gradients have been gathered
-            self._memory.words.say(unused | self._bare, failed=bool(self._arrivals.late()))
+        if self._launched + 1 == memory.size:  # by now all gradients have been gathered
+            memory.words.say(unused | self._bare, failed=bool(self._arrivals.late()))
         self._launched += 1  # from here on something of it may have been sent
         self._send(storage)
 
@@ -105,7 +114,7 @@ class Sender:
     @property
     def left(self) -> int:
         """How many buckets were not sent."""
-        return len(self._memory.storages) - self._launched
+        return self._memory.size - self._launched
 
     def finish(self) -> None:
         """All was launched: waits for the means.
@@ -148,13 +157,14 @@ class Sender:
 
     def send_failure(self) -> None:
         """Tells the ranks that wait for this one that it has failed, with all that they wait for."""
+        self._memory.add_all()
         self._memory.words.say_nothing()
         self._memory.words.say_failed()
         try:
             self.send_nothing()
         except Exception:  # the caller has the first error already
             self._could_not_tell()
-            self._launched = len(self._memory.storages)
+            self._launched = self._memory.size
 
     def _could_not_tell(self) -> None:
         """The transport is down: nothing helps."""
@@ -187,6 +197,6 @@ class Sender:
             storage.forget()
 
     def change_memory(self) -> None:
-        """There is another plan: the next backward's memory is another one."""
+        """The next backward's memory is another one."""
         self._adrift += self._memory.pending()
         self._memory.release()
