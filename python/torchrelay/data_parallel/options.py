@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-__all__ = ["checked_auto", "chosen_devices", "forward_sync", "output_place", "refuse_missing"]
+__all__ = ["checked_auto", "chosen_devices", "forward_sync", "output_place", "plain_ids", "refuse_missing"]
 
 _INSTEAD = {
     "delay_all_reduce_named_params": "reduces some gradients only after all others; every gradient is reduced with its "
@@ -89,6 +89,18 @@ def chosen_devices(
 def output_place(output_device: int | torch.device | str | None, devices: Sequence[torch.device]) -> torch.device:
     """Where the outputs of replicas on these devices are joined: on the first one, unless another place is given."""
     return devices[0] if output_device is None else _device(output_device, devices[0].type)
+
+
+def plain_ids(devices: Sequence[torch.device], place: torch.device) -> tuple[list[int], int] | None:
+    """`device_ids` and `output_device` as torch's class shows them: by number; None if the CPU is among them.
+
+    Args:
+        devices: From `chosen_devices`.
+        place: From `output_place`.
+    """
+    if any(device.type == "cpu" for device in (*devices, place)):
+        return None
+    return [device.index for device in devices], place.index
 
 
 def _device(one: int | torch.device | str, accelerator: str | None) -> torch.device:

@@ -20,7 +20,14 @@ from torchrelay.data_parallel.connection import Connection
 from torchrelay.data_parallel.finalization import StepGuard
 from torchrelay.data_parallel.groups import chosen_group, found_again, hand_group
 from torchrelay.data_parallel.joining import Joining
-from torchrelay.data_parallel.options import checked_auto, chosen_devices, forward_sync, output_place, refuse_missing
+from torchrelay.data_parallel.options import (
+    checked_auto,
+    chosen_devices,
+    forward_sync,
+    output_place,
+    plain_ids,
+    refuse_missing,
+)
 from torchrelay.data_parallel.outputs import watch_outputs
 from torchrelay.data_parallel.planner import Planner
 from torchrelay.data_parallel.replicas import Replicas
@@ -167,6 +174,8 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
             self._join_up()
             places = {parameter.device for parameter in module.parameters()} if device_ids else set()
             self._devices = chosen_devices(device_ids, sorted(places, key=str))
+            if self._devices and (ids := plain_ids(self._devices, output_place(output_device, self._devices))):
+                self.device_ids, self.output_device = [*ids[0]], ids[1]  # so code for torch's class reads them
             if init_sync:
                 self._connection.agree()
                 with_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
