@@ -1,10 +1,12 @@
 """The plain module as the reference: one process, all ranks' inputs, the mean of the losses."""
 
+import contextlib
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -106,3 +108,21 @@ def raised(kind: type[BaseException], action: Callable[[], object]) -> str:
     except kind as error:
         return str(error)
     raise AssertionError(f"{kind.__name__} was not raised")
+
+
+@contextlib.contextmanager
+def messages() -> Iterator[list[int]]:
+    """The collectives that this rank starts meanwhile, by the sizes of their tensors: all-reduces and broadcasts."""
+    sizes: list[int] = []
+
+    def counted(kept: Callable[..., object]) -> Callable[..., object]:
+        def start(group: dist.ProcessGroup, tensors: list[torch.Tensor], *options: object) -> object:
+            sizes.append(tensors[0].numel())
+            return kept(group, tensors, *options)
+
+        return start
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("allreduce", "broadcast"):
+            patch.setattr(dist.ProcessGroup, name, counted(getattr(dist.ProcessGroup, name)))
+        yield sizes

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from compare import add_mean, assert_same_gradients, check_step, inputs, loss, mlp, raised, wrap
+from compare import add_mean, assert_same_gradients, check_step, inputs, loss, messages, mlp, raised, wrap
 from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -87,10 +87,7 @@ def test_ranks_that_reach_different_parameters_agree(rank, world, options):
 @on_ranks
 def test_a_plan_of_one_bucket_needs_no_message(rank, world):
     wrapped, _ = wrap(Backwards().double())
-    calls = []
-    with pytest.MonkeyPatch.context() as patch:
-        kept = dist.all_reduce
-        patch.setattr(dist, "all_reduce", lambda *a, **o: (calls.append(a[0].numel()), kept(*a, **o))[1])
+    with messages() as calls:
         loss(wrapped, inputs(world, 2, 4)[rank]).backward()
     assert [size for size in calls if size > 1] == [4 * 16 + 4 + world]
 
@@ -99,10 +96,7 @@ def test_a_plan_of_one_bucket_needs_no_message(rank, world):
 def test_a_step_that_changes_nothing_in_the_plan_sends_what_the_plan_has(rank, world):
     wrapped, _ = wrap(Backwards().double(), **EACH_ALONE)
     sample = inputs(world, 2, 4)[rank]
-    counts = []
-    with pytest.MonkeyPatch.context() as patch:
-        kept = dist.all_reduce
-        patch.setattr(dist, "all_reduce", lambda *a, **o: (counts.append(1), kept(*a, **o))[1])
+    with messages() as counts:
         for _ in range(4):
             counts.clear()
             loss(wrapped, sample).backward()

@@ -298,28 +298,20 @@ fn errors_name_the_position() {
 }
 
 proptest! {
-    /// Invariants 1 to 4 of the pieces of a bucket.
+    /// Both invariants of the pieces of a bucket.
     #[test]
-    fn pieces_are_what_they_promise(sizes in prop::collection::vec(0i64..100, 0..40), alone in 1i64..120, together in 1i64..300) {
-        let found = pieces(&sizes, alone, together).unwrap();
-        let mut all: Vec<usize> = found.iter().flatten().copied().collect();
-        all.sort_unstable();
-        prop_assert_eq!(all, (0..sizes.len()).collect::<Vec<_>>());
-        let lasts: Vec<usize> = found.iter().map(|piece| *piece.last().unwrap()).collect();
-        prop_assert!(lasts.is_sorted());
-        let mut unfinished = 0;
+    fn pieces_are_what_they_promise(sizes in prop::collection::vec(0i64..100, 0..40), large in 1i64..120, together in 1i64..300) {
+        let found = pieces(&sizes, large, together).unwrap();
+        prop_assert_eq!(found.concat(), (0..sizes.len()).collect::<Vec<_>>());
+        let closes = |part: &[usize]| {
+            let bytes = part.iter().map(|&position| sizes[position]).sum::<i64>();
+            bytes >= together || part.last().is_some_and(|&position| sizes[position] >= large)
+        };
         for piece in &found {
-            prop_assert!(piece.is_sorted());
-            let bytes = |part: &[usize]| part.iter().map(|&position| sizes[position]).sum::<i64>();
-            if sizes[piece[0]] >= alone {
-                prop_assert_eq!(piece.len(), 1);
-                continue;
-            }
-            prop_assert!(piece.iter().all(|&position| sizes[position] < alone));
-            prop_assert!(bytes(&piece[..piece.len() - 1]) < together);
-            unfinished += usize::from(bytes(piece) < together);
+            prop_assert!(!piece.is_empty());
+            prop_assert!((1..piece.len()).all(|members| !closes(&piece[..members])));
         }
-        prop_assert!(unfinished <= 1);
+        prop_assert!(found.iter().rev().skip(1).all(|piece| closes(piece)));
     }
 }
 

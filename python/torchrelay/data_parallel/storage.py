@@ -30,8 +30,8 @@ from torchrelay.planning.bucket_plan import Bucket
 
 __all__ = ["BucketStorage", "DenseStorage", "all_finite"]
 
-# A gradient of so many bytes is taken by itself; smaller ones are until they have so many together.
-_ALONE = 64 << 10
+# A gradient of so many bytes is taken as soon as it is there; smaller ones when they have so many together.
+_LARGE = 64 << 10
 _TOGETHER = 512 << 10
 
 _grad = operator.attrgetter("grad")
@@ -183,9 +183,9 @@ class DenseStorage(BucketStorage):
             layouts = [as_given(arriving if as_arriving else bucket.members)]
         else:
             sizes = [parameters[member].nbytes for member in arriving]
-            alone, together = (_ALONE, _TOGETHER) if early else (sys.maxsize, sys.maxsize)
-            groups = divide(sizes, alone=alone, together=together)
-            layouts = [in_layout(parameters, [arriving[place] for place in group]) for group in groups]
+            large, together = (_LARGE, _TOGETHER) if early else (sys.maxsize, sys.maxsize)
+            groups = divide(sizes, large=large, together=together)
+            layouts = [in_layout(parameters, [arriving[place] for place in group], large=large) for group in groups]
         self._groups = [members for members, _ in layouts]
         self._kinds = [kinds for _, kinds in layouts]
         self._members = [member for group in self._groups for member in group]

@@ -84,8 +84,8 @@ pub fn reduction_end(
 
 /// Divides the members of a bucket into those that are taken into it together.
 #[pyfunction]
-#[pyo3(signature = (sizes, *, alone, together))]
-pub fn pieces(sizes: &Bound<'_, PyAny>, alone: i64, together: i64) -> PyResult<Vec<Vec<usize>>> {
+#[pyo3(signature = (sizes, *, large, together))]
+pub fn pieces(sizes: &Bound<'_, PyAny>, large: i64, together: i64) -> PyResult<Vec<Vec<usize>>> {
     let sizes = integers("the size of the gradient", sizes)?;
-    torchrelay_core::pieces(&sizes, alone, together).map_err(to_py)
+    torchrelay_core::pieces(&sizes, large, together).map_err(to_py)
 }

@@ -225,10 +225,13 @@ class Reducer:
     # --- gradients arrive
 
     def _fill(self, piece: int) -> None:
-        # To look at a gradient makes an object of it, which is gone when the gradient was taken.
-        with self._lock, torch.no_grad(), collections_paused():
-            storage, number = self._memory.pieces[piece]
-            storage.fill(number)
+        storage, number = self._memory.pieces[piece]
+        with self._lock:
+            if torch.is_grad_enabled():  # in a backward with create_graph; else entering would cost as much as the rest
+                with torch.no_grad():
+                    storage.fill(number)
+            else:
+                storage.fill(number)
 
     def _launch_ready(self, stop: int) -> None:
         with self._lock, torch.no_grad():

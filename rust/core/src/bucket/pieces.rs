@@ -1,17 +1,18 @@
 //! Pieces of a bucket: gradients that are taken into it together, before the bucket is complete.
 //!
-//! A large gradient is taken by itself as soon as it is there: it is still in the cache, and its own memory can be used
-//! again at once. Small ones are taken together, since each call costs more than it moves.
+//! A large gradient is taken as soon as it is there: it is still in the cache, and its own memory can be used again at
+//! once. Small ones are taken together, since each call costs more than it moves; but not later than the next large one.
+//! They lie beside it on the heap, and as long as they do, a large gradient that comes after finds no room there: it
+//! gets fresh memory, which the system has to provide page by page.
 //!
 //! ```text
-//! gradients, in order of arrival    large  small  small  LARGE  small  small          (together: three small ones)
-//! pieces                            [0]    [1     2             4]    [5]  and [3]
+//! gradients, in order of arrival    LARGE  small  small  LARGE  small  small  small  small      (together: three)
+//! pieces                            [0]    [1     2      3]     [4     5      6]     [7]
 //! ```
 //!
-//! 1. Every member is in exactly one piece; within a piece they are in the order given.
-//! 2. A member of `alone` bytes or more is a piece of its own.
-//! 3. The other pieces are closed by the member with which they reach `together` bytes, or by the end.
-//! 4. Pieces are in the order in which their last members come.
+//! 1. Pieces are runs: one after the other, they are the members in the order given.
+//! 2. A piece is closed by a member of `large` bytes or more, by the one with which it reaches `together` bytes, or by
+//!    the end.
 
 use crate::error::{Error, Result};
 
@@ -20,7 +21,7 @@ use crate::error::{Error, Result};
 ///
 /// # Errors
 /// [`Error::NegativeSize`] for a negative size.
-pub fn pieces(sizes: &[i64], alone: i64, together: i64) -> Result<Vec<Vec<usize>>> {
+pub fn pieces(sizes: &[i64], large: i64, together: i64) -> Result<Vec<Vec<usize>>> {
     let mut pieces = Vec::new();
     let mut open = Vec::new();
     let mut bytes = 0i64;
@@ -28,21 +29,15 @@ pub fn pieces(sizes: &[i64], alone: i64, together: i64) -> Result<Vec<Vec<usize>
         if size < 0 {
             return Err(Error::NegativeSize { position, value: size });
         }
-        if size >= alone {
-            pieces.push(vec![position]);
-            continue;
-        }
         open.push(position);
         bytes = bytes.saturating_add(size);
-        if bytes >= together {
+        if size >= large || bytes >= together {
             pieces.push(std::mem::take(&mut open));
             bytes = 0;
         }
     }
     if !open.is_empty() {
         pieces.push(open);
-        // 4: a large member may have come after the last small one.
-        pieces.sort_by_key(|piece| piece.last().copied());
     }
     Ok(pieces)
 }
