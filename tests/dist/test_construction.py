@@ -25,6 +25,8 @@ from compare import (
 )
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torchrelay import DistributedDataParallel
 from torchrelay.errors import RankMismatchError, ReductionError
@@ -332,8 +334,6 @@ def test_a_copy_reduces_by_itself(rank, world, way):
 
 @on_ranks
 def test_a_device_mesh_names_the_ranks(rank, world):
-    from torch.distributed.device_mesh import init_device_mesh
-
     wrapped, plain = wrap(mlp(), device_mesh=init_device_mesh("cpu", (world,)))
     check_backward(wrapped, plain, inputs(world, 2, 4))
 
@@ -352,6 +352,15 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(rank, world):
     assert time.monotonic() - start < 4
     for words in ("on rank 1 of 2", "backward 1", "bucket 0 of 1", "0.weight"):
         assert words in message, message
+
+
+@on_ranks
+def test_a_parameter_that_is_cut_over_a_mesh_is_named(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    module = parallelize_module(mlp(), mesh, {"2": ColwiseParallel()})
+    message = raised(NotImplementedError, lambda: DistributedDataParallel(module))
+    assert "parameter 2.weight is a DTensor" in message
+    assert "fully_shard" in message
 
 
 MIB = 1 << 20

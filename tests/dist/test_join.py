@@ -164,6 +164,21 @@ def test_with_a_hook_on_a_rank_without_a_batch(rank, world):
 
 
 @on_ranks
+def test_with_weights_on_a_rank_without_a_batch(rank, world):
+    """It counts for nothing in the weighted mean, and agrees to there being weights."""
+    module = mlp()
+    wrapped, plain = wrap(module)
+    samples = inputs(world, 2, 4)
+    with wrapped.join():
+        for _ in range(3 * (rank == world - 1)):
+            wrapped.zero_grad()
+            with wrapped.weighted(5):
+                loss(wrapped, samples[rank]).backward()
+    loss(plain, samples[-1]).backward()
+    assert_same_gradients(module, plain)
+
+
+@on_ranks
 def test_together_with_an_optimizer_that_shards_its_state(rank, world):
     module = mlp()
     wrapped, plain = wrap(module)

@@ -151,6 +151,7 @@ def take_inventory(module: nn.Module, ignored: Collection[str]) -> Inventory:
 
     Raises:
         ValueError: A parameter has no memory of its own yet (a lazy one) or shares it with itself (an expanded one).
+        NotImplementedError: A parameter is a DTensor.
     """
     # Models have tens of thousands of parameters: modules are walked through once, and each parameter is asked once.
     walk = list(module.named_modules())
@@ -239,6 +240,11 @@ def _check(name: str, parameter: nn.Parameter) -> None:
     if type(parameter) is not nn.Parameter and nn.parameter.is_lazy(parameter):
         raise ValueError(
             f"parameter {name} is lazy and has no shape yet; run one forward of the module on a sample, then wrap it"
+        )
+    if hasattr(parameter, "_local_tensor"):
+        raise NotImplementedError(
+            f"parameter {name} is a DTensor, cut or copied over a device mesh: the gradients of such parameters are "
+            "averaged over a further dimension of the mesh by torch.distributed.fsdp.fully_shard"
         )
     if 0 not in (strides := parameter.stride()) or not parameter.requires_grad:
         return

@@ -103,7 +103,7 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
 
     Raises:
         RankMismatchError: The ranks' modules differ; raised on every rank.
-        NotImplementedError: An option that is not supported is used.
+        NotImplementedError: An option that is not supported is used, or a parameter is a DTensor.
         ValueError: An argument makes no sense, or a parameter is lazy; a `PlanError` if `plan` is another model's.
         TypeError: The first argument is no module, or a limit no number.
     """
