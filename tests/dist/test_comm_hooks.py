@@ -139,8 +139,7 @@ def test_sixteen_bits_of_every_kind_of_gradient(rank, world, kind):
     module = nn.Linear(3, 2, dtype=kind)
     plain = copy.deepcopy(module)
     wrapped, _ = wrap(module)
-    hook = hooks.allreduce_hook if kind.is_complex else hooks.bf16_compress_hook
-    wrapped.register_comm_hook(None, hook)
+    wrapped.register_comm_hook(None, hooks.bf16_compress_hook)
     loss_of = lambda m, x: m(x).abs().float().sum()  # noqa: E731
     samples = [torch.full((2, 3), one + 1.0).to(kind) for one in range(world)]
     loss_of(wrapped, samples[rank]).backward()
@@ -148,6 +147,28 @@ def test_sixteen_bits_of_every_kind_of_gradient(rank, world, kind):
         (loss_of(plain, x) / world).backward()
     for parameter, reference in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, reference.grad, rtol=2e-2, atol=2e-2)
+        assert not kind.is_complex or parameter.grad.imag.abs().max() > 0.1
+
+
+@on_ranks
+def test_complex_gradients_are_twice_as_many_reals(rank, world):
+    """As with torch's class: a hook that casts to a smaller dtype would drop the imaginary parts."""
+    seen = []
+
+    def hook(state, bucket):
+        seen.append([tuple(one.shape) for one in bucket.gradients()])
+        assert bucket.buffer().dtype == torch.float64
+        assert bucket.buffer().numel() == 2 * sum(one.numel() for one in bucket.parameters())
+        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert torch.equal(torch.view_as_complex(gradient), parameter.grad)
+        return done(bucket.buffer())
+
+    module = nn.Conv2d(2, 2, 2, dtype=torch.complex128).to(memory_format=torch.channels_last)
+    wrapped, _ = wrap(module)
+    wrapped.register_comm_hook(None, hook)
+    sample = torch.randn(1, 2, 3, 3, dtype=torch.complex128)
+    wrapped(sample).abs().sum().backward()
+    assert sorted(seen[0]) == [(2, 2), (2, 2, 2, 2, 2)]
 
 
 @on_ranks

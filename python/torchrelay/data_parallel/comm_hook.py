@@ -49,7 +49,11 @@ class GradBucket:
         return self._bucket.index
 
     def buffer(self) -> torch.Tensor:
-        """The gradients, one after another: a tensor of one dimension. A sparse gradient is handed out as it is."""
+        """The gradients, one after another: a tensor of one dimension. A sparse gradient is handed out as it is.
+
+        Complex gradients are real numbers here, two for each element, as with torch's class: hooks that cast to a
+        smaller dtype would drop the imaginary parts.
+        """
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
@@ -57,10 +61,10 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Each parameter's gradient, of its shape: views of the buffer."""
+        """Each parameter's gradient, of its shape (complex ones as by `torch.view_as_real`): views of the buffer."""
         if self._buffer.is_sparse:
             return [self._buffer]
-        return views_of(self._buffer, self._parameters)
+        return views_of(self._buffer, [_of_reals(parameter) for parameter in self._parameters])
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters whose gradients these are."""
@@ -195,10 +199,8 @@ class HookWork:
             value = value[0]
         if not isinstance(value, torch.Tensor) or value.is_sparse != self._target.is_sparse:
             raise self._wrong(value)
-        if self._target.is_complex() and not value.is_complex():  # so collectives hand back what was complex
-            if value.shape[-1:] != (2,):
-                raise self._wrong(value)
-            value = torch.view_as_complex(value)
+        if not self._target.is_sparse:
+            value = _of_reals(value)
         if value.is_sparse:
             if value.shape != self._target.shape:
                 raise self._wrong(value)
@@ -213,6 +215,11 @@ class HookWork:
             f"the communication hook {self._name} came to {_described(value)} for bucket {self._index}, but must come "
             f"to {_described(self._target)}: the new values of all the bucket's gradients"
         )
+
+
+def _of_reals(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, with a further dimension of two if it is complex."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
 def _described(value: object) -> str:

@@ -314,7 +314,8 @@ class DenseStorage(BucketStorage):
         if share is not None:
             share.apply(self._gradients)
         if self._hook is not None:
-            self._call(self._hook, self._gradients, self._gradients[:], self._parameters)  # a hook may resize it
+            reals = torch.view_as_real(self._gradients).view(-1) if self._gradients.is_complex() else self._gradients
+            self._call(self._hook, reals, reals[:], self._parameters)  # a hook may resize it
             return
         if self._scale is not None:
             self.tail.mul_(self._scale)
