@@ -104,3 +104,45 @@ def test_what_was_added_up_before_an_addition_counts(rank, world):
     for one, other in zip(module[2].parameters(), plain[2].parameters(), strict=True):
         other.data.copy_(one)
     check_backward(wrapped, plain, samples)
+
+
+@every_option
+@on_ranks
+def test_changes_that_no_forward_of_the_wrapper_could_see_are_named(rank, world, options):
+    """The module called by itself is averaged, but for parameters that are not planned."""
+    module = mlp()
+    module[0].requires_grad_(False)
+    wrapped, plain = wrap(module, **OPTIONS[options])
+    for one in (module, plain):
+        one[0].requires_grad_(True)
+    samples = inputs(world, 2, 4)
+    message = raised(ReductionError, lambda: loss(module, samples[rank]).backward())
+    assert "gradients of 0.weight, 0.bias are this rank's own, and not averaged" in message
+    add_mean(plain, samples)
+    torch.testing.assert_close(module[2].weight.grad, plain[2].weight.grad)
+    check_step(wrapped, plain, samples)
+    wrapped.zero_grad()
+    module.append(nn.Linear(4, 4).double())
+    assert "6.weight, 6.bias are" in raised(ReductionError, lambda: loss(module, samples[rank]).backward())
+
+
+@every_option
+@on_ranks
+def test_exchanged_parameters_have_their_hooks_again(rank, world, options):
+    module = mlp()
+    wrapped, plain = wrap(module, **OPTIONS[options])
+    samples = inputs(world, 2, 4)
+    check_step(wrapped, plain, samples)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.float().double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    plain.float().double()
+    for _ in range(2):
+        check_step(wrapped, plain, samples)
+    torch.utils.swap_tensors(module[2].weight, nn.Parameter(module[2].weight.detach().clone()))
+    message = raised(ReductionError, lambda: loss(wrapped, samples[rank]).backward())
+    assert "gradients of 2.weight are this rank's own" in message
+    for _ in range(2):
+        check_step(wrapped, plain, samples)

@@ -180,7 +180,10 @@ class Connection:
         Raises:
             ReductionError: A parameter was replaced by another object, or removed.
         """
-        return self.inventory.outdated()
+        if self.reducer is None:
+            return self.inventory.outdated()
+        self.reducer.looked = not (self.inventory.outdated() or self.reducer.cut_off)
+        return not self.reducer.looked
 
     def update(self) -> None:
         """Looks through them again, which every rank does at the same forward."""
@@ -190,6 +193,8 @@ class Connection:
             broadcast_from(0, [*added, *inventory.held_buffers()], self.group)
         self.inventory = inventory
         self._reconnect()
+        if self.reducer is not None:
+            self.reducer.looked = True
 
     def _reconnect(self) -> None:
         """As `connect`, where backwards without a reduction may have added something up, which counts."""

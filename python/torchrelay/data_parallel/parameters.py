@@ -71,13 +71,13 @@ class BufferSlot(typing.NamedTuple):
         return self.table.get(self.key)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Inventory:
     """The parameters of a module as they were when it was looked through.
 
     `names` and `tensors` are those to be averaged (trainable and not ignored), in order of definition; `lines` has
     every parameter. A parameter that several modules share counts once, under its first name. `shared` are all
-    parameters that are not ignored, and `buffers` the places of those buffers.
+    parameters that are not ignored, and `buffers` the places of those buffers. `stale`: it is known to be outdated.
     """
 
     names: tuple[str, ...]
@@ -93,6 +93,7 @@ class Inventory:
     _ignored: Collection[str]
     _idle: tuple[nn.Parameter, ...]
     _dtypes: list[torch.dtype]
+    stale: bool = False
 
     def outdated(self) -> bool:
         """Whether the plan has to be made anew: a parameter was added, unfrozen, or changed its dtype or its device.
@@ -108,7 +109,7 @@ class Inventory:
         same = len(now) == len(self._contents) and all(map(operator.is_, now, self._contents))
         if not same and self._grown():
             return True
-        if any(map(_requires_grad, self._idle)):
+        if self.stale or any(map(_requires_grad, self._idle)):
             return True
         if list(map(_dtype, self.tensors)) != self._dtypes:
             return True
@@ -130,6 +131,15 @@ class Inventory:
         tables, contents = _tables(walk)
         self._tables[:], self._contents[:] = tables, contents
         return False
+
+    def strays(self) -> list[str]:
+        """Names of parameters with a gradient that is not to be averaged, since the module was not like this before."""
+        known = set(map(id, self.tensors))
+        return [
+            name
+            for name, parameter in _places(self._module.named_modules(), self._ignored)
+            if parameter.requires_grad and parameter.grad is not None and id(parameter) not in known
+        ]
 
     def held_buffers(self) -> list[torch.Tensor]:
         """The buffers that are there now, each once."""

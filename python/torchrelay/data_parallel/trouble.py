@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torchrelay.errors import ReductionError
 from torchrelay.planning.bucket_plan import Bucket
 
-__all__ = ["failed_elsewhere", "late_error", "not_reduced", "warn_of_counts", "whereabouts"]
+__all__ = ["failed_elsewhere", "late_error", "not_planned", "not_reduced", "warn_of_counts", "whereabouts"]
 
 _NAMES_SHOWN = 4
 
@@ -17,6 +17,15 @@ def late_error(names: Sequence[str]) -> ReductionError:
         f"a second gradient arrived for {', '.join(names)} in one backward, after the first was already sent to the "
         "other ranks (a layer used both inside and outside of re-entrant checkpoints does that). The gradients are "
         "incomplete: set them to None and run the backward again; from now on they are sent at its end"
+    )
+
+
+def not_planned(names: Sequence[str]) -> ReductionError:
+    """Of parameters whose gradients nobody has averaged; the others' are averaged by then."""
+    return ReductionError(
+        f"the gradients of {', '.join(names)} are this rank's own, and not averaged: these parameters were added, "
+        "unfrozen, replaced or exchanged (torch.utils.swap_tensors) since the wrapper was last called, and only its "
+        "forward looks for such changes. Set these gradients to None; call the wrapper after a change, on every rank"
     )
 
 

@@ -65,6 +65,15 @@ class Arrivals:
     # --- the course of a backward
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether a backward is running that has entered at the outputs of another wrapper of these parameters."""
+        return any(other.entered for other in self._hooks.others)
+
+    def enter(self) -> None:
+        """A backward has entered at this wrapper's outputs."""
+        self._hooks.entered = True
+
+    @property
     def active(self) -> bool:
         """Whether a backward has begun, and neither `finish` nor `abandon` was called since."""
         return self._readiness.active
@@ -83,10 +92,12 @@ class Arrivals:
 
     def finish(self) -> None:
         """The backward is over."""
+        self._hooks.entered = False
         self._readiness.finish()
 
     def abandon(self) -> None:
         """It has failed."""
+        self._hooks.entered = False
         self._readiness.abandon()
 
     # --- what has arrived
@@ -103,6 +114,18 @@ class Arrivals:
             return frozenset(unused)
         counts = Counter(index % len(self._names) for index in unused)
         return frozenset(index for index, count in counts.items() if count == self._copies)
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether parameters have lost their hooks, as far as the first and the last one tell.
+
+        Where torch exchanges what is within a parameter, instead of its data, it nearly always does so in all.
+        """
+        return not (self._hooks.is_on(0) and self._hooks.is_on(-1))
+
+    def lost(self) -> list[str]:
+        """Names of those without a gradient that could not tell of one, since they have no hook any more."""
+        return [self._names[index] for index in self.unused() if not self._hooks.is_on(index)]
 
     def used_names(self) -> set[str]:
         """Names of all other parameters."""

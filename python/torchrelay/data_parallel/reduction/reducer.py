@@ -46,7 +46,7 @@ from torchrelay.data_parallel.reduction.rounds import Rounds
 from torchrelay.data_parallel.reduction.sending import Parts, Sender
 from torchrelay.data_parallel.replicas import Replicas
 from torchrelay.data_parallel.switches import Switches
-from torchrelay.data_parallel.trouble import late_error
+from torchrelay.data_parallel.trouble import late_error, not_planned
 from torchrelay.data_parallel.uneven import Round
 from torchrelay.data_parallel.waiting import Watch
 from torchrelay.errors import ReductionError
@@ -75,6 +75,7 @@ class Reducer:
 
     Attributes:
         fused: Parameters whose optimizers take their step at the end of a reduced backward.
+        looked: Whether a forward of the wrapper has looked for changed parameters since the last backward.
     """
 
     def __init__(
@@ -94,6 +95,8 @@ class Reducer:
         always: bool = False,
     ) -> None:
         self.fused: Sequence[torch.Tensor] = ()
+        self.looked = False
+        self._inventory = inventory
         self._names = inventory.names
         self._parameters = inventory.tensors
         self._hook = hook
@@ -116,7 +119,7 @@ class Reducer:
             inventory,
             plan,
             replicas,
-            begin=weakly(self.begin),
+            begin=weakly(self._first_gradient),
             launch=weakly(self._launch_ready),
             fill=weakly(self._fill),
         )
@@ -159,6 +162,11 @@ class Reducer:
         """How the ranks go about a backward."""
         return self._participation.modes
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether parameters have lost their hooks, as far as is known."""
+        return self._arrivals.cut_off
+
     def close(self) -> None:
         """Takes the hooks off the parameters."""
         self._arrivals.close()
@@ -171,11 +179,20 @@ class Reducer:
     # --- a backward begins
 
     def begin(self) -> None:
-        """Opens a backward, from within it, unless one is open.
+        """Opens a backward that has entered at the wrapper's outputs, from within it, unless one is open.
 
         Raises:
             ReductionError: What an earlier, failed backward had sent could not be brought to an end.
         """
+        self._begin()
+        self._arrivals.enter()
+
+    def _first_gradient(self) -> None:
+        """Opens one that has come by another way (the module was called by itself), unless that is another wrapper."""
+        if not self._arrivals.elsewhere:
+            self._begin()
+
+    def _begin(self) -> None:
         with self._lock:
             if self._unfinished is not None:
                 raise ReductionError(
@@ -263,7 +280,16 @@ class Reducer:
                         self._unfinished = Unfinished(self._names, self._parameters)
                         return
                     self._finish()
+            strays = self._strays() if self._reducing else []
             self._close()
+            if strays:
+                raise not_planned(strays)
+
+    def _strays(self) -> list[str]:
+        """Parameters that may have got a gradient unnoticed; none in a step without trouble."""
+        lost = self._arrivals.lost()
+        self._inventory.stale |= bool(lost)
+        return lost if self.looked else lost + self._inventory.strays()
 
     def _finish(self) -> None:
         """Everything has been sent: waits for it, and makes the means the gradients."""
@@ -286,6 +312,7 @@ class Reducer:
         self._warned |= self._memory.words.check(compare=compare)
 
     def _close(self) -> None:
+        self.looked = False
         self._arrivals.finish()
         self._adopt()
 
