@@ -3,6 +3,7 @@
 import copy
 import datetime
 import inspect
+import re
 import warnings
 
 import pytest
@@ -38,6 +39,12 @@ from ways import OPTIONS, every_option
 def done(value):
     future = torch.futures.Future()
     future.set_result(value)
+    return future
+
+
+def broken(error):
+    future = torch.futures.Future()
+    future.set_exception(error)
     return future
 
 
@@ -333,6 +340,14 @@ FAULTS = {
     "a list of two": (lambda bucket: done([bucket.buffer(), bucket.buffer()]), "came to a list"),
     "too few values": (lambda bucket: done(bucket.buffer()[:3]), r"came to a tensor of shape \[3\]"),
     "sparse": (lambda bucket: done(bucket.buffer().to_sparse()), "came to a sparse tensor"),
+    "whole numbers": (lambda bucket: done(bucket.buffer().long()), r"came to a tensor of shape .* and torch.int64"),
+    "complex": (lambda bucket: done(bucket.buffer().to(torch.complex64)), "and torch.complex64"),
+    "meta": (lambda bucket: done(bucket.buffer().to("meta")), "came to a tensor on meta, without numbers"),
+    "an error": (lambda bucket: broken(ArithmeticError("out of luck")), "holds an error: ArithmeticError: out of luck"),
+    "a failing callback": (
+        lambda bucket: default.allreduce_hook(None, bucket).then(lambda future: 1 / 0),
+        "holds an error: .*ZeroDivisionError",
+    ),
 }
 
 
@@ -349,6 +364,35 @@ def test_a_hook_that_returns_something_else_and_the_next_step(rank, world, name)
         loss(wrapped, samples[rank]).backward()
     hook.fault = None
     check_step(wrapped, plain, samples)
+
+
+def exits(bucket):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize("name", [*FAULTS, "exit"])
+@on_ranks
+def test_a_fault_of_one_rank_alone_is_told_on_the_others_and_the_next_step_is_right(rank, world, name):
+    """What the others send is answered, whether the hook failed before or after it had sent something itself."""
+    wrapped, plain = wrap(mlp(), timeout=10, bucket_cap_mb_list=[0])
+    kind = SystemExit if name == "exit" else CommHookError
+    fault, words = FAULTS.get(name, (exits, "3"))
+    calls = []
+
+    def hook(state, bucket):
+        calls.append(bucket.index())
+        at_fault = rank == 1 and calls.count(1) == 2 and calls[-1] == 1  # in the second backward, and not thereafter
+        return fault(bucket) if at_fault else default.allreduce_hook(None, bucket)
+
+    wrapped.register_comm_hook(None, hook)
+    steps = [inputs(world, 2, 4, seed=seed) for seed in range(3)]
+    check_step(wrapped, plain, steps[0])
+    if rank == 0:
+        kind, words = ReductionError, "failed on rank 1"
+    with pytest.raises(kind) as caught:
+        loss(wrapped, steps[1][rank]).backward()
+    assert re.search(words, str(caught.value))
+    check_step(wrapped, plain, steps[2])
 
 
 @on_ranks

@@ -1,5 +1,6 @@
 """`join`: ranks that run out of batches at different times."""
 
+import contextlib
 import copy
 
 import pytest
@@ -295,6 +296,10 @@ def test_what_ranks_that_are_through_could_not_follow(rank, world):
             value.backward(retain_graph=True)
             value.backward()
 
+    def inner():
+        with wrapped.join():
+            loss(wrapped.module, x).backward()
+
     def late_weight():
         with wrapped.join():
             value = loss(wrapped, x)
@@ -305,10 +310,29 @@ def test_what_ranks_that_are_through_could_not_follow(rank, world):
     assert "was not followed by its backward" in raised(ReductionError, two_forwards)
     assert "a second backward" in raised(ReductionError, two_backwards)
     assert "`weighted`" in raised(ReductionError, late_weight)
+    assert "call the wrapper" in raised(ReductionError, inner)
     with wrapped.join():
         with torch.no_grad():
             wrapped(x)  # sends nothing
         loss(wrapped, x).backward()
+
+
+@pytest.mark.parametrize("way", ["hook", "weights"])
+@on_ranks
+def test_a_rank_without_any_batch_stands_in_from_the_first_step(rank, world, way):
+    """With a hook, and with weights, ranks ask each other once whether all have it; so does one that stands in."""
+    module = mlp()
+    wrapped, plain = wrap(module, timeout=10)
+    if way == "hook":
+        wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    samples = inputs(world, 2, 4)
+    with wrapped.join(divide_by_initial_world_size=False):
+        if rank > 0:
+            context = wrapped.weighted(1 + rank) if way == "weights" else contextlib.nullcontext()
+            with context:
+                loss(wrapped, samples[rank]).backward()
+    loss(plain, samples[1]).backward()
+    assert_same_gradients(module, plain)
 
 
 @on_ranks

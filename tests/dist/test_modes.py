@@ -2,12 +2,15 @@
 
 import contextlib
 import datetime
+import time
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from compare import add_mean, assert_same_gradients, inputs, loss, mlp, raised, wrap
+from compare import add_mean, assert_same_gradients, check_step, inputs, loss, mlp, raised, wrap
 from ranks import on_ranks
 from torchrelay.comm_hooks import allreduce_hook
+from torchrelay.data_parallel.waiting import Watch
 from torchrelay.errors import RankMismatchError, ReductionError
 
 
@@ -35,6 +38,31 @@ def test_weighted_on_one_rank_only_is_told_on_every_rank_and_the_next_step(rank,
             loss(wrapped, samples[rank]).backward()
         add_mean(plain, samples)
         assert_same_gradients(module, plain)
+
+
+@on_ranks
+def test_what_a_slow_rank_reads_is_not_what_is_said_in_the_next_backward(rank, world):
+    """The first backward of a new hook sends nothing if the ranks differ: the next one begins at the same message."""
+    module = mlp()
+    wrapped, plain = wrap(module, process_group=dist.new_group(timeout=datetime.timedelta(seconds=5)))
+    wrapped.register_comm_hook(None, allreduce_hook)
+    samples = inputs(world, 2, 4)
+    read = Watch.posted
+    late = [True] * (rank == 0)
+
+    def slowly(watch, topic):
+        if late:
+            late.clear()
+            dist.barrier()  # until the other rank says something of its next backward
+            time.sleep(0.2)
+        return read(watch, topic)
+
+    with mock.patch.object(Watch, "posted", slowly):
+        with weighted(wrapped, rank == 1):
+            raised(RankMismatchError, lambda: loss(wrapped, samples[rank]).backward())
+        if rank == 1:
+            dist.barrier()
+        check_step(wrapped, plain, samples)
 
 
 @on_ranks

@@ -97,18 +97,23 @@ class CommHook:
         """Calls the hook; what it comes to is written to `target`.
 
         Raises:
-            CommHookError: It returned something that is no future.
+            CommHookError: It returned something that is no future; or one that is done and holds no new values, and
+                nothing was sent, so that the others can still be answered.
             BaseException: What the hook raised.
         """
         self._last = None
+        sent = self._watch.sent
         future = without_context(self.hook, self.state, bucket)
         if not isinstance(future, torch._C.Future):
             raise CommHookError(
                 f"the communication hook {self.name} returned {_described(future)} for bucket {bucket.index()}, but "
                 "must return a torch.futures.Future of the bucket's new values (work.get_future() is one)"
             )
-        self._last = HookWork(self.name, bucket.index(), future, target, self._watch.limit, self.failures)
-        return self._last
+        work = HookWork(self.name, bucket.index(), future, target, self._watch.limit, self.failures)
+        if future.done() and sent is not None and sent == self._watch.sent:
+            work.value()
+        self._last = work
+        return work
 
     @property
     def busy(self) -> bool:
@@ -190,25 +195,44 @@ class HookWork:
         """Makes what the hook came to the bucket's values.
 
         Raises:
-            CommHookError: It is no tensor of the right size.
-            BaseException: What the future holds instead.
+            CommHookError: It is an error, or no tensor of the right size.
         """
         self.settle()
-        value = self._future.wait()
-        if isinstance(value, list | tuple) and len(value) == 1:
-            value = value[0]
-        if not isinstance(value, torch.Tensor) or value.is_sparse != self._target.is_sparse:
-            raise self._wrong(value)
-        if not self._target.is_sparse:
-            value = _of_reals(value)
+        value = self.value()
         if value.is_sparse:
-            if value.shape != self._target.shape:
-                raise self._wrong(value)
             self.result = value.to(self._target.dtype).coalesce()
-        elif value.numel() != self._target.numel():
-            raise self._wrong(value)
         elif value.data_ptr() != self._target.data_ptr() or value.dtype != self._target.dtype:
             self._target.copy_(value.reshape(self._target.shape))
+
+    def value(self) -> torch.Tensor:
+        """What its future holds, which is done: as many numbers as the bucket, of a dtype that can become the bucket's.
+
+        Raises:
+            CommHookError: It holds something else, or an error.
+        """
+        try:
+            value = self._future.wait()
+        except Exception as error:
+            raise self._failed(error) from error
+        if isinstance(value, list | tuple) and len(value) == 1:
+            value = value[0]
+        if not isinstance(value, torch.Tensor) or value.is_sparse != self._target.is_sparse or value.is_meta:
+            raise self._wrong(value)
+        plain = value if value.is_sparse else _of_reals(value)
+        # To make whole or complex numbers real gradients would cut off fractions, or imaginary parts.
+        if not plain.is_floating_point() and not (plain.is_complex() and self._target.is_complex()):
+            raise self._wrong(value)
+        if plain.shape != self._target.shape if plain.is_sparse else plain.numel() != self._target.numel():
+            raise self._wrong(value)
+        return plain
+
+    def _failed(self, error: Exception) -> CommHookError:
+        first_line = str(error).strip().split("\n")[0].rstrip(".")
+        return CommHookError(
+            f"the future that the communication hook {self._name} returned for bucket {self._index} holds an error: "
+            f"{type(error).__name__}: {first_line}. A callback of the hook's has raised it, or a collective that the "
+            "hook has started: then another rank may have failed, have left, be slow, or not have run this backward"
+        )
 
     def _wrong(self, value: object) -> CommHookError:
         return CommHookError(
@@ -225,5 +249,6 @@ def _of_reals(tensor: torch.Tensor) -> torch.Tensor:
 def _described(value: object) -> str:
     if isinstance(value, torch.Tensor):
         layout = "sparse " if value.is_sparse else ""
-        return f"a {layout}tensor of shape {list(value.shape)} and {value.dtype}"
+        where = " on meta, without numbers," if value.is_meta else ""
+        return f"a {layout}tensor{where} of shape {list(value.shape)} and {value.dtype}"
     return f"a {type(value).__name__}"

@@ -38,6 +38,9 @@ class Modes:
         self._watch = watch
         self._rank = rank
         self._topic = ""
+        # A backward in which ranks differ may send nothing, and the next one begin where it did; what was said of one
+        # must not be read as said of the other. Every rank is told of each, so they count alike.
+        self._mismatches = 0
 
     def begin(self, mine: Mode, backward: int) -> None:
         """Before anything of a backward is sent.
@@ -48,7 +51,7 @@ class Modes:
         """
         sent = self._watch.sent
         # Equal on all ranks here, and for no other backward on this group.
-        self._topic = f"mode {backward if sent is None else sent}"
+        self._topic = f"mode {backward if sent is None else sent} {self._mismatches}"
         self._mine = mine
         if mine == self.common:
             return
@@ -89,6 +92,7 @@ class Modes:
         return {rank: Mode(*json.loads(text)) for rank, text in self._watch.posted(self._topic).items()}
 
     def _mismatch(self, said: dict[int, Mode]) -> RankMismatchError:
+        self._mismatches += 1
         first = min(said)
         other = next(rank for rank in sorted(said) if said[rank] != said[first])
         return RankMismatchError(

@@ -228,8 +228,8 @@ class Replicas:
         for name, layer in self._module.named_modules():
             if isinstance(layer, nn.SyncBatchNorm) and layer.training:
                 raise NotImplementedError(
-                    f"{name} is a SyncBatchNorm: its statistics are exchanged by one device of each process, but "
-                    f"device_ids has {len(self.devices)}. Start one process per device"
+                    f"{name or 'the module'} is a SyncBatchNorm: its statistics are exchanged by one device of each "
+                    f"process, but device_ids has {len(self.devices)}. Start one process per device"
                 )
 
     def _replica(self, number: int) -> nn.Module:

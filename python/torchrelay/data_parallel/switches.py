@@ -14,9 +14,11 @@ class Switches:
         weight: How much this rank counts in those, if ranks differ in that; None on all ranks, or on none.
         manual: Whether they are finalized by the user.
         buffers: Whether buffers are copied from rank 0 before each training forward.
+        joining: Whether ranks may run out of batches: inside `join`.
     """
 
     enabled: bool = True
     weight: float | None = None
     manual: bool = False
     buffers: bool = True
+    joining: bool = False

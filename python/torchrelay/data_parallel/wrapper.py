@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join, Joinable, _JoinConfig
 from torch.utils import _pytree as pytree
 
 from torchrelay.data_parallel.collections_paused import collections_paused
@@ -139,7 +139,6 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
     ) -> None:
         """See the class."""
         super().__init__()
-        Joinable.__init__(self)
         if not isinstance(module, nn.Module):
             raise TypeError(f"a torch.nn.Module is wrapped, but this is a {type(module).__name__}")
         refuse_missing(
@@ -154,6 +153,7 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
         limits = bucket_limits(None if isinstance(bucket_cap_mb, str) else bucket_cap_mb, bucket_cap_mb_list)
         self._planner = Planner(limits, bucket_cap_mb_list is not None, auto, plan)
         self._switches = Switches(buffers=forward_sync(broadcast_buffers, forward_sync_buffers))
+        Joinable.__init__(self)
         self.device_ids = None if device_ids is None else list(device_ids)
         self.output_device = output_device
         self.dim = dim
@@ -238,7 +238,7 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
         """What a training forward needs beforehand."""
         connection, switches = self._connection, self._switches
         sends_buffers = switches.buffers and self.training and switches.enabled
-        if self._join_config.enable:
+        if switches.joining:
             self._joining.prepare(Join.notify_join_context(self), sends_buffers=sends_buffers)
             return
         if connection.waiting():
@@ -346,6 +346,16 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
                 yield
         finally:
             self._leave_join()
+
+    @property
+    def _join_config(self) -> _JoinConfig:
+        """Where torch's `Join` says whether it is entered; a backward must know as well as a forward."""
+        return self._joined_as
+
+    @_join_config.setter
+    def _join_config(self, config: _JoinConfig) -> None:
+        self._joined_as = config
+        self._switches.joining = config.enable
 
     def join_hook(self, **kwargs: typing.Any) -> StandIn:
         """For `torch.distributed.algorithms.join.Join`; knows `divide_by_initial_world_size`."""

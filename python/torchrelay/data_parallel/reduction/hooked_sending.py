@@ -51,7 +51,7 @@ class HookedSender(Sender):
         except RankMismatchError:  # while it waited for the others' weights, with nothing sent
             self._launched -= 1
             raise
-        except Exception as error:
+        except BaseException as error:
             if sent is not None and sent == self._watch.sent:
                 self._launched -= 1  # it is given another try in `give_up`, so that the others do not wait in vain
             else:

@@ -61,7 +61,7 @@ class Participation:
             ReductionError: It is not the one that was announced inside `join`; or an earlier one, whose hook failed,
                 was not brought to an end.
         """
-        if self.rounds.joining:
+        if self._switches.joining:
             self.rounds.check(reduces=self._switches.enabled, weighted=self._switches.weight is not None)
         if not self._switches.enabled:
             return None

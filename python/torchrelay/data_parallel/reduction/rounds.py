@@ -7,14 +7,9 @@ __all__ = ["Rounds"]
 
 
 class Rounds:
-    """What has been announced on one rank.
-
-    Attributes:
-        joining: Whether ranks may run out of batches.
-    """
+    """What has been announced on one rank."""
 
     def __init__(self) -> None:
-        self.joining = False
         self._expected: Round | None = None
         self._by_live = False
 
@@ -24,7 +19,6 @@ class Rounds:
         Raises:
             ReductionError: The one before has not been run, and other ranks may wait for it.
         """
-        self.joining = True
         if self._expected is not None and self._expected.reduces:
             self._expected = None
             raise ReductionError(
@@ -35,7 +29,6 @@ class Rounds:
 
     def leave(self) -> None:
         """From now on no rank runs out of batches."""
-        self.joining = False
         self._expected = None
 
     def check(self, *, reduces: bool, weighted: bool) -> None:
@@ -48,8 +41,9 @@ class Rounds:
         if expected is None:
             if reduces:
                 raise ReductionError(
-                    "inside join, a second backward was to be reduced after one forward: ranks that are through count "
-                    "forwards and do not take part in it. Run all but the last one in no_sync"
+                    "inside join, a second backward was to be reduced after one forward, or one of the module without "
+                    "the wrapper: ranks that are through count forwards and do not take part in it. Run all but the "
+                    "last one in no_sync, and call the wrapper"
                 )
         elif expected.reduces != reduces:
             where = "outside of no_sync, and its backward is in it"
