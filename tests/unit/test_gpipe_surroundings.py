@@ -376,3 +376,52 @@ def test_a_weight_that_is_computed_once_for_all_micro_batches_is_refused(executo
             loss.backward()
     loss_of(model(rows(4, 3))).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# ---- flags that choose between algorithms
+
+FLAGS = {
+    "torch.are_deterministic_algorithms_enabled()": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+        True,
+    ),
+    "torch.backends.cudnn.deterministic": (
+        lambda: torch.backends.cudnn.deterministic,
+        lambda flag: setattr(torch.backends.cudnn, "deterministic", flag),
+        True,
+    ),
+    "torch.backends.cudnn.benchmark": (
+        lambda: torch.backends.cudnn.benchmark,
+        lambda flag: setattr(torch.backends.cudnn, "benchmark", flag),
+        True,
+    ),
+    "torch.get_float32_matmul_precision()": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+        "high",
+    ),
+    "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_that_is_changed_before_a_recomputation_is_named(flag, executor):
+    get, put, other = FLAGS[flag]
+    before = get()
+    for mode in ("always", "except_last", "never"):
+        layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode, executor=executor)
+        output = model(torch.ones(4, 2)).sum()
+        try:
+            put(other)
+            if mode == "never":
+                output.backward()
+                continue
+            with pytest.raises(RuntimeError) as caught:
+                output.backward()
+        finally:
+            put(before)
+        assert f"{flag} was {before} and is {other}" in str(caught.value)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model(torch.ones(4, 2)).sum().backward()
