@@ -13,31 +13,28 @@ thread runs, and hands on to the operation itself.
 Not seen are draws by operations that torch does not know as drawing (an extension's in C++, with torch's generator).
 """
 
+import contextlib
 import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 
 from torchrelay.runtime.generators import Source, Turn
 
-__all__ = ["Demand", "is_available", "refuse_within_checkpoint", "turn_is_needed"]
+__all__ = ["Note", "is_available", "refuse_within_checkpoint", "run_free", "turn_is_needed", "watched"]
 
 T = TypeVar("T")
+Note: TypeAlias = Callable[[int, int, Any], None]
+"""Is told what the task for a micro-batch on a partition drew."""
 
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 
 # What says of an operation that it is tagged, but draws nothing in this call.
 _RATES, _SWITCHES = ("dropout_p", "dropout"), ("train", "training")
-
-
-class _State(threading.local):
-    demand: "Demand | None" = None
-
-
-_state = _State()
 
 
 class Asked(Protocol):
@@ -46,59 +43,81 @@ class Asked(Protocol):
     def begun(self, i: int, j: int) -> tuple[Sequence[Source], int]:
         """The generators that partition `j` reaches, in the order in which all take them; the task's seed."""
 
-    def noted(self, i: int, j: int, turns: Sequence[Turn], note: Callable[[int, int, Any], None] | None) -> None:
+    def noted(self, i: int, j: int, turns: Sequence[Turn], note: Note | None) -> None:
         """The task is at its end, and has taken these turns."""
 
 
-class Demand:
-    """A task that has no turn.
+class _Free(NamedTuple):
+    """A task that has no turn so far."""
 
-    Attributes:
-        turns: those that it has taken; none, or one for each generator within its reach.
-    """
+    asked: Asked
+    i: int
+    j: int
+    note: Note | None
 
-    __slots__ = ("_asked", "_i", "_j", "_note", "turns")
 
-    def __init__(self, asked: Asked, i: int, j: int, note: Callable[[int, int, Any], None] | None) -> None:
-        self._asked, self._i, self._j, self._note = asked, i, j, note
-        self.turns: list[Turn] = []
+class _Demand:
+    """A task that has taken its turns as it began to draw: one for each generator within its reach."""
 
-    def take(self) -> None:
-        """Take the turns, if they are not taken."""
-        if self.turns:
-            return
-        sources, seed = self._asked.begun(self._i, self._j)
+    def __init__(self, task: _Free) -> None:
+        self._task = task
+        self._turns: list[Turn] = []
+
+    def begin(self) -> None:
+        sources, seed = self._task.asked.begun(self._task.i, self._task.j)
         for source in sources:
             turn = Turn(source, seed)
-            self.turns.append(turn)  # before it begins: whatever interrupts that, it is ended
+            self._turns.append(turn)  # before it begins: whatever interrupts that, it is ended
             turn.begin()
 
-    def run(self, task: Callable[[], T]) -> T:
-        """Run the task."""
-        before, _state.demand = _state.demand, self
-        try:
-            with torch._C._IncludeDispatchKeyGuard(_key()):
-                result = task()
-            if self.turns:
-                self._asked.noted(self._i, self._j, self.turns, self._note)
-            return result
-        finally:
-            _state.demand = before
-            if self.turns:
-                try:
-                    self._end()
-                finally:  # an interruption as the other begins
-                    self._end()
+    def tell(self) -> None:
+        asked, i, j, note = self._task
+        asked.noted(i, j, self._turns, note)
 
-    def _end(self) -> None:
-        for turn in reversed(self.turns):
+    def end(self) -> None:
+        for turn in reversed(self._turns):
             turn.end()
+
+
+class _State(threading.local):
+    task: "_Free | _Demand | None" = None
+
+
+_state = _State()
+
+
+def watched() -> AbstractContextManager[object]:
+    """Within it, this thread's operations are asked whether they draw; around many tasks, since it costs as one."""
+    guard: AbstractContextManager[object]
+    guard = torch._C._IncludeDispatchKeyGuard(_key()) if is_available() else contextlib.nullcontext()
+    return guard
+
+
+def run_free(asked: Asked, i: int, j: int, note: Note | None, task: Callable[[], T]) -> T:
+    """Run a task without a turn, within :func:`watched`: it takes its turns when it is about to draw."""
+    before = _state.task
+    free = _state.task = _Free(asked, i, j, note)
+    try:
+        result = task()
+        if isinstance(_state.task, _Demand):
+            _state.task.tell()
+        return result
+    finally:
+        demand, _state.task = _state.task, before
+        if demand is not free:
+            assert isinstance(demand, _Demand)
+            try:
+                demand.end()
+            finally:  # an interruption as the other begins
+                demand.end()
 
 
 def turn_is_needed() -> None:
     """The task that this thread runs, if it runs one, is about to use a generator by other means than operations."""
-    if _state.demand is not None:
-        _state.demand.take()
+    task = _state.task
+    if isinstance(task, _Free):
+        demand = _state.task = _Demand(task)
+        demand.begin()
 
 
 def refuse_within_checkpoint(i: int, j: int) -> None:
@@ -197,9 +216,8 @@ def _kernel(operation: Any) -> Callable[..., Any]:
         )
 
     def kernel(*arguments: Any, **keywords: Any) -> Any:
-        demand = _state.demand
-        if demand is not None and draws(arguments, keywords) and not _is_compiling():
-            demand.take()
+        if isinstance(_state.task, _Free) and draws(arguments, keywords) and not _is_compiling():
+            turn_is_needed()
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_key())):
             return operation(*arguments, **keywords)
 

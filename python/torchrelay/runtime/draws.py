@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from torchrelay.runtime.demand import Demand, is_available, refuse_within_checkpoint
+from torchrelay.runtime.demand import Note, is_available, refuse_within_checkpoint, run_free
 from torchrelay.runtime.generators import Source, Turn, sets
 
 __all__ = ["Drawn", "HalfDraws", "HalfWatch"]
@@ -32,9 +32,6 @@ _CPU = torch.device("cpu")
 
 Drawn = Mapping[torch.device, tuple[int, ...] | None]
 """How far each generator of a turn has gone since it was seeded; None if nothing was drawn."""
-
-Note = Callable[[int, int, Drawn], None]
-"""Is told what the task for a micro-batch on a partition drew."""
 
 
 class HalfWatch:
@@ -122,15 +119,15 @@ class HalfDraws:
 
     def run_free(self, i: int, j: int, task: Callable[[], T], note: Note | None = None) -> T:
         """Run a task of a partition that is :attr:`free`; it takes its turn if it draws, and tells `note` then."""
-        return Demand(self, i, j, note).run(task) if self._can_demand[j] else task()
+        return run_free(self, i, j, note, task) if self._can_demand[j] else task()
 
     def begun(self, i: int, j: int) -> tuple[Sequence[Source], int]:
-        """For :class:`Demand`."""
+        """For `demand`."""
         refuse_within_checkpoint(i, j)
         return [source for device, source in self._sources.items() if device in self._mine[j]], self._seed_of(i, j)
 
     def noted(self, i: int, j: int, turns: Sequence[Turn], note: Note | None) -> None:
-        """For :class:`Demand`."""
+        """For `demand`."""
         drawn = {turn.device: turn.drawn() for turn in turns}
         drew = {device for device, place in drawn.items() if place is not None}
         self.drew[j] |= drew

@@ -19,6 +19,7 @@ import torch
 
 from torchrelay._core import Schedule
 from torchrelay.runtime.context import CallerContext
+from torchrelay.runtime.demand import watched
 from torchrelay.runtime.lanes import Lanes
 from torchrelay.runtime.order import Order
 from torchrelay.runtime.recording import Half, is_profiling, timed
@@ -139,9 +140,10 @@ class Phase:
         return program
 
     def _run(self, rank: int) -> None:
-        for action in self._programs[rank]:
-            if self._failure is not None or not self._do(action, rank):
-                return
+        with watched():
+            for action in self._programs[rank]:
+                if self._failure is not None or not self._do(action, rank):
+                    return
 
     def _fail(self, failure: BaseException) -> None:
         if self._failure is None:
@@ -167,8 +169,9 @@ class Phase:
     def run_serially(self, sequence: Sequence[tuple[int, Order]]) -> None:
         """All (rank, action) of the phase in this thread, in a `sequence` as :func:`sequential` gives it."""
         self.began, self.is_serial = time.perf_counter(), True
-        for rank, action in sequence:
-            self._do(action, rank)
+        with watched():
+            for rank, action in sequence:
+                self._do(action, rank)
 
     # ---- the interpretation
 
