@@ -191,9 +191,10 @@ def test_create_graph(rank, world, options):
     module = mlp()
     wrapped, plain = warmed(module, **OPTIONS[options])
     samples = inputs(world, 2, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that create_graph may leak
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")  # torch says that create_graph may leak
         loss(wrapped, samples[rank]).backward(create_graph=True)
+    assert sum("the averaged gradients are right, but have no graph" in str(one.message) for one in warned) == 1
     add_mean(plain, samples)
     for parameter in module.parameters():
         parameter.grad = parameter.grad.detach()

@@ -113,3 +113,22 @@ def test_broadcasting_can_be_turned_off(rank, world):
         wrapped.broadcast_buffers = True
         wrapped(torch.ones(2, 4))
         assert module.gain.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("where", ["of the module", "of a new layer"])
+@on_ranks
+def test_a_buffer_that_is_registered_later(rank, world, where):
+    module = nn.Sequential(nn.Linear(4, 4)).double()
+    wrapped, plain = wrap(module)
+    check_backward(wrapped, plain, inputs(world, 8, 4))
+    for changed in (module, plain):
+        owner = changed
+        if where == "of a new layer":
+            owner = nn.Identity()
+            changed.append(owner)
+        owner.register_buffer("late", torch.full((3,), float(rank)))
+    for seed in (1, 2):
+        check_backward(wrapped, plain, inputs(world, 8, 4, seed=seed))
+        held = next(module.buffers())
+        torch.testing.assert_close(held, torch.zeros(3))
+        held.fill_(rank)

@@ -430,3 +430,10 @@ def test_names_that_code_for_torchs_class_reads(rank, world):
     ours(torch.ones(2, 4)).sum().backward()
     assert ours._has_rebuilt_buckets
     ours._check_reducer_finalized()
+
+
+@on_ranks
+def test_different_options_are_refused(rank, world):
+    message = raised(RankMismatchError, lambda: DistributedDataParallel(mlp(), static_graph=rank == 0))
+    assert "static_graph: True" in message
+    assert "static_graph: False" in message

@@ -1,5 +1,9 @@
 """Parameters without a gradient: used on any rank, averaged; used nowhere, untouched. In the first step as well."""
 
+import copy
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 import ways
@@ -7,6 +11,7 @@ from compare import EXACT, add_mean, assert_same_gradients, inputs, mlp, wrap
 from models import Branches
 from ranks import on_ranks
 from torch import nn
+from torchrelay import DistributedDataParallel
 
 OPTIONS = {**ways.OPTIONS, "flag": {"find_unused_parameters": True}}
 every_option = pytest.mark.parametrize("options", OPTIONS)
@@ -149,3 +154,62 @@ def test_tensors_in_an_object_of_the_users(rank, world):
     wrapped(x).parts["y"][0].sum().backward()
     (plain.a(x.detach()).sum() / world).backward()
     assert_same_gradients(module, plain)
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+    def get(self):
+        return self.value
+
+
+class Numbers(list):
+    pass
+
+
+class Table(dict):
+    pass
+
+
+HIDDEN = {
+    "slots": (Slots, Slots.get),
+    "list": (lambda value: Numbers([value]), lambda output: output[0]),
+    "mapping": (lambda value: Table(at=value), lambda output: output["at"]),
+    "set": (lambda value: {value}, lambda output: next(iter(output))),
+    "closure": (lambda value: lambda: value, lambda output: output()),
+    "method": (lambda value: Slots(value).get, lambda output: output()),
+    "partial": (lambda value: functools.partial(Slots, value), lambda output: output().value),
+}
+
+
+class Hides(Branches):
+    """The branches' output, where torch's containers do not show it."""
+
+    hide: Callable[[torch.Tensor], object]
+
+    def forward(self, x, keep):
+        return self.hide(super().forward(x, keep) if keep else x)
+
+
+@pytest.mark.parametrize("how", HIDDEN)
+@on_ranks
+def test_a_rank_that_uses_nothing_is_known_by_its_hidden_output(rank, world, how):
+    hide, find = HIDDEN[how]
+    module = Hides(2, 3).double()
+    module.hide = hide
+    plain = copy.deepcopy(module)
+    wrapped = DistributedDataParallel(module, timeout=5)
+    samples = inputs(world, 2, 3)
+
+    def one(m, r):
+        return find(m(samples[r].clone().requires_grad_(), [0] if r == 0 else [])).pow(2).sum()
+
+    for _ in range(2):
+        module.zero_grad()
+        plain.zero_grad()
+        one(wrapped, rank).backward()
+        add_mean(plain, range(world), one)
+        assert_same_gradients(module, plain)

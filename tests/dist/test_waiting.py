@@ -195,3 +195,16 @@ def test_micro_steps_of_different_number_are_right_where_ranks_are_weighted(rank
             with wrapped.no_sync():
                 loss(wrapped, sample(rank, world)).backward()
         loss(wrapped, sample(rank, world)).backward()
+
+
+@on_ranks
+def test_the_comparison_of_modules_keeps_the_limit_of_the_wrapper(rank, world):
+    """Which is far below that of the group."""
+    group = dist.new_group()  # which is of no more use afterwards
+    if rank == world - 1:
+        time.sleep(3)
+        return
+    started = time.monotonic()
+    message = raised(ReductionError, lambda: DistributedDataParallel(mlp(), timeout=1, process_group=group))
+    assert f"rank {world - 1} has not come to it (within 1 s)" in message
+    assert time.monotonic() - started < 2.5

@@ -1,10 +1,12 @@
 """Whether all ranks hold the same model: asked once, before anything is sent that would not fit."""
 
 import hashlib
+import json
 import marshal
 import typing
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 from torchrelay.data_parallel.waiting import Place, Watch
@@ -34,12 +36,15 @@ def agree(group: dist.ProcessGroup, watch: Watch, place: Place, what: Sequence[t
     """
     watch.write(place)
     try:
-        digests = _gather(group, _digest(what))
+        digests = _gather(group, watch, place, _digest(what))
         everyone: list[list[tuple[str, list[str]]]] = []
         if len(set(digests)) != 1:
-            everyone = _gather(group, [(name, [str(entry) for entry in entries]) for name, entries in what])
+            texts = [(name, [str(entry) for entry in entries]) for name, entries in what]
+            everyone = _gather(group, watch, place, texts)
     except RuntimeError as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
+        if isinstance(error, ReductionError) and watch.limit is not None:
+            reason = f"within {watch.limit.total_seconds():g} s"
         raise ReductionError(
             f"rank {dist.get_rank(group)} compares its module with those of the other ranks, but "
             f"{watch.missing(place)} ({reason}). Every rank wraps its module, and changes its parameters (unfreezes, "
@@ -80,8 +85,23 @@ def _shown(entry: str | None) -> str:
     return "absent" if entry is None else entry
 
 
-def _gather(group: dist.ProcessGroup, mine: typing.Any) -> list[typing.Any]:
-    """`mine` of every rank, by rank."""
-    everyone: list[typing.Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+def _gather(group: dist.ProcessGroup, watch: Watch, place: Place, mine: typing.Any) -> list[typing.Any]:
+    """`mine` of every rank, by rank: what JSON can tell, where tuples become lists."""
+    cpu = torch.device("cpu")
+    if cpu not in group._device_types:  # then the backend keeps the limit, and knows its device
+        objects: list[typing.Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(objects, mine, group=group)
+        return objects
+    text = json.dumps(mine).encode()
+    sizes = _collect(group, watch, place, torch.tensor([len(text)]))
+    longest = int(torch.stack(sizes).max())
+    texts = _collect(group, watch, place, torch.tensor([*text.ljust(longest)], dtype=torch.uint8))
+    return [json.loads(bytes(one.tolist())) for one in texts]
+
+
+def _collect(group: dist.ProcessGroup, watch: Watch, place: Place, mine: torch.Tensor) -> list[torch.Tensor]:
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(everyone, mine, group=group, async_op=True)
+    assert work is not None  # every caller is a member of the group
+    watch.wait(work, mine.device, place)
     return everyone

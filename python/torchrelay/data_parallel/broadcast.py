@@ -20,13 +20,28 @@ _MESSAGE_BYTES = 64 << 20
 
 
 @torch.no_grad()
-def broadcast_from(source: int, tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrites every rank's tensors by one rank's, in messages of one device and at most 64 MiB (or one tensor)."""
+def broadcast_from(
+    source: int, tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, watch: Watch, backward: int
+) -> None:
+    """Overwrites every rank's tensors by one rank's, in messages of one device and at most 64 MiB (or one tensor).
+
+    Raises:
+        ReductionError: They did not come through.
+    """
     for batch in _batches(list(tensors)):
         message, views = _pack(batch)
         if dist.get_rank(group) == source:
             _copy_all(views, batch)
-        begin(dist.broadcast, message, group=group, group_src=source)
+        words = f"rank {source}'s parameters and buffers"
+        try:
+            work = begin(dist.broadcast, message, group=group, group_src=source, async_op=True)
+            assert work is not None  # every caller is a member of the group
+            watch.wait(work, message.device, Place(backward, -1, words))
+        except RuntimeError as error:
+            raise ReductionError(
+                f"on rank {dist.get_rank(group)}, {words} did not come through: {error}. That rank may have failed, "
+                "have left, or be slow"
+            ) from error
         if dist.get_rank(group) != source:
             _copy_all(batch, views)
 

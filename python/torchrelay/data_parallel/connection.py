@@ -34,6 +34,7 @@ class Connection:
         timeout: How long to wait for the other ranks, as a user gives it.
         planner: Makes the plan.
         switches: Of the wrapper.
+        options: Those of its options, in words, that ranks have in common and that nothing else here knows.
         as_views: Whether gradients become views of the buckets' memory.
         lazy: Whether buckets have memory of their own in backwards only.
 
@@ -53,6 +54,7 @@ class Connection:
         timeout: "datetime.timedelta | float | None",
         planner: Planner,
         switches: Switches,
+        options: Sequence[str],
         as_views: bool,
         lazy: bool,
     ) -> None:
@@ -65,6 +67,7 @@ class Connection:
         self._ignored = ignored
         self._planner = planner
         self._switches = switches
+        self._options = options
         self._as_views = as_views
         self._lazy = lazy
         label = f"{type(module).__name__} of {len(self.inventory.lines)} parameters"
@@ -115,7 +118,7 @@ class Connection:
                 ("parameter", inventory.lines),
                 ("buffer", buffers),
                 ("ignored name", sorted(self._ignored)),
-                ("option", [limits, f"buffers are broadcast: {self._switches.buffers}"]),
+                ("option", [limits, f"buffers are broadcast: {self._switches.buffers}", *self._options]),
                 ("given bucket", given),
             ],
         )
@@ -123,7 +126,10 @@ class Connection:
     def copy_from(self, source: int, *, buffers: bool) -> None:
         """Makes all parameters, and buffers, those of one rank."""
         held = self.inventory.held_buffers() if buffers else ()
-        broadcast_from(source, [*self.inventory.shared, *held], self.group)
+        self._copy(source, [*self.inventory.shared, *held])
+
+    def _copy(self, source: int, tensors: Sequence[torch.Tensor]) -> None:
+        broadcast_from(source, tensors, self.group, self.watch, self.backwards)
 
     def copy_buffers(self, source: int) -> None:
         """Makes the buffers those of one rank, before a forward."""
@@ -190,7 +196,7 @@ class Connection:
         inventory = take_inventory(self._module, self._ignored)
         self._agree(inventory)
         if added := inventory.added(self.inventory):
-            broadcast_from(0, [*added, *inventory.held_buffers()], self.group)
+            self._copy(0, [*added, *inventory.held_buffers()])
         self.inventory = inventory
         self._reconnect()
         if self.reducer is not None:

@@ -8,9 +8,12 @@ handed on untouched, so that they can be changed in place like those of the bare
 
 import dataclasses
 import functools
+import types
 import typing
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch.utils import _pytree as pytree
@@ -56,7 +59,7 @@ class _LeafHook:
 
 
 def tensors_in(output: object) -> Iterator[torch.Tensor]:
-    """The tensors of an output: in containers that torch knows, dataclasses and the attributes of plain objects."""
+    """The tensors of an output: in containers, dataclasses, attributes of objects, and what functions refer to."""
     if isinstance(output, torch.Tensor):
         yield output
         return
@@ -73,11 +76,24 @@ def tensors_in(output: object) -> Iterator[torch.Tensor]:
 
 
 def _parts(value: object) -> list[object]:
-    if isinstance(value, type | torch.nn.Module):
+    if isinstance(value, type | str | bytes | torch.nn.Module):
         return []
+    parts: list[object] = []
+    if isinstance(value, Mapping):  # subclasses of the containers that torch knows are leaves to it
+        parts += value.values()
+    elif isinstance(value, list | tuple | AbstractSet | deque):
+        parts += value
+    elif isinstance(value, functools.partial):
+        parts += [value.func, value.args, value.keywords]
+    elif isinstance(value, types.MethodType):
+        parts.append(value.__self__)
+    elif isinstance(value, types.FunctionType):
+        parts += [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
     if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return list(getattr(value, "__dict__", {}).values())
+        return parts + [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    for slots in (vars(kind).get("__slots__", ()) for kind in type(value).__mro__):
+        parts += [getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
+    return parts + list(getattr(value, "__dict__", {}).values())
 
 
 def _entered(begin: Callable[[], object], leaf: "Node | None", gradients: object) -> None:

@@ -93,12 +93,15 @@ class Inventory:
     _ignored: Collection[str]
     _idle: tuple[nn.Parameter, ...]
     _dtypes: list[torch.dtype]
+    _buffer_tables: "list[dict[str, typing.Any]]"
+    _buffer_places: int
     stale: bool = False
 
     def outdated(self) -> bool:
         """Whether the plan has to be made anew: a parameter was added, unfrozen, or changed its dtype or its device.
 
-        A parameter that was frozen since counts as unused and costs nothing but its place.
+        Or a buffer was registered, which is to be sent with the others. A parameter that was frozen since counts as
+        unused and costs nothing but its place.
 
         Raises:
             ReductionError: A parameter was replaced by another object, or removed: its value may differ from rank to
@@ -111,13 +114,15 @@ class Inventory:
             return True
         if self.stale or any(map(_requires_grad, self._idle)):
             return True
+        if sum(map(len, self._buffer_tables)) != self._buffer_places:
+            return True
         if list(map(_dtype, self.tensors)) != self._dtypes:
             return True
         # All of a module's parameters move together, so one is looked at.
         return bool(self.tensors) and str(self.tensors[0].device) != self.facts[0].device
 
     def _grown(self) -> bool:
-        """Whether parameters were added, once modules or parameters are not those that they were."""
+        """Whether parameters or buffers were added, once modules or parameters are not those that they were."""
         walk = list(self._module.named_modules())
         now = dict(_places(walk, self._ignored))
         for name, parameter in self._places.items():
@@ -126,7 +131,7 @@ class Inventory:
                     f"parameter {name} was replaced or removed after it was wrapped, so its gradient would not be "
                     "averaged. Change its value in place (under torch.no_grad), or wrap the module again."
                 )
-        if len(now) > len(self._places):
+        if len(now) > len(self._places) or sum(map(len, _buffer_tables(walk))) != self._buffer_places:
             return True
         tables, contents = _tables(walk)
         self._tables[:], self._contents[:] = tables, contents
@@ -195,6 +200,7 @@ def take_inventory(module: nn.Module, ignored: Collection[str]) -> Inventory:
         device = devices[parameter.device]
         facts.append(ParameterFacts(name, parameter.numel(), parameter.element_size(), dtype, device, scattered))
     tables, contents = _tables(walk)
+    buffer_tables = _buffer_tables(walk)
     return Inventory(
         names=tuple(names),
         tensors=tuple(tensors),
@@ -209,6 +215,8 @@ def take_inventory(module: nn.Module, ignored: Collection[str]) -> Inventory:
         _ignored=ignored,
         _idle=tuple(idle),
         _dtypes=[parameter.dtype for parameter in tensors],
+        _buffer_tables=buffer_tables,
+        _buffer_places=sum(map(len, buffer_tables)),
     )
 
 
@@ -234,6 +242,11 @@ def _tables(walk: "Iterable[tuple[str, nn.Module]]") -> "tuple[list[dict[str, ty
     for _, owner in walk:
         tables += [owner._parameters, owner._modules]
     return tables, list(itertools.chain.from_iterable(map(_values, tables)))
+
+
+def _buffer_tables(walk: "Iterable[tuple[str, nn.Module]]") -> "list[dict[str, typing.Any]]":
+    """Where buffers are held, but those of scripted layers, which get no others."""
+    return [owner._buffers for _, owner in walk if isinstance(owner._buffers, dict)]
 
 
 def _buffer_slots(walk: "Iterable[tuple[str, nn.Module]]", ignored: Collection[str]) -> "Iterator[BufferSlot]":

@@ -41,6 +41,9 @@ from torchrelay.planning.bucket_plan import BucketPlan, bucket_limits
 
 __all__ = ["DistributedDataParallel"]
 
+# What ranks are compared by, besides what the plan depends on: code that differs in these differs in more.
+_COMPARED = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "lazy_bucket_allocation")
+
 if typing.TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -198,6 +201,7 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
             timeout=self._timeout,
             planner=self._planner,
             switches=self._switches,
+            options=[f"{name}: {bool(getattr(self, name))}" for name in _COMPARED],
             as_views=self.gradient_as_bucket_view,
             lazy=self.lazy_bucket_allocation,
         )

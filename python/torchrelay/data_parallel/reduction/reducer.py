@@ -22,6 +22,7 @@ The parts that do it are listed in this package's `__init__`; this file says whe
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -141,6 +142,7 @@ class Reducer:
         self._finished = False
         self._unfinished: Unfinished | None = None
         self._warned = False
+        self._warned_of_graph = False
 
     @property
     def plan(self) -> BucketPlan:
@@ -202,6 +204,14 @@ class Reducer:
             if self._arrivals.active:
                 return
             self._settle()
+            if torch.is_grad_enabled() and self._switches.enabled and not self._warned_of_graph:
+                self._warned_of_graph = True
+                warnings.warn(
+                    "backward(create_graph=True): the averaged gradients are right, but have no graph, so that what is "
+                    "computed from them is not differentiated. For a penalty on gradients take them by "
+                    "torch.autograd.grad(..., create_graph=True), add it to the loss, and call backward once",
+                    stacklevel=2,
+                )
             mismatch = self._participation.meet()
             ending = Ending(self)
             Variable._execution_engine.queue_callback(ending)
