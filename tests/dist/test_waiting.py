@@ -159,6 +159,9 @@ def test_who_is_missing_in_words(rank, world):
     watch(2).erase()
     watch(1).erase()
     assert "ranks 1, 2 have not come to it" in watch(0).missing(here)
+    watch(1).write(Place(5, 0, "bucket 0 of backward 5"))
+    before = Place(5, -1, "the comparison of the ranks' modules")
+    assert "rank 1 waits for bucket 0 of backward 5" in watch(0).missing(before), "it has left the comparison out"
 
 
 @on_ranks

@@ -189,7 +189,8 @@ def _absent(written: "dict[int, tuple[str, Place] | None]", label: str, place: P
             silent.append(rank)
         elif found[0] != label:
             elsewhere.append(f"rank {rank} waits in another wrapper, for {found[1].words}")
-        elif found[1][:2] < place[:2]:
+        elif found[1][:2] < place[:2] or (place.bucket < 0 and found[1][:2] > place[:2]):
+            # What comes before the first bucket is waited for before anything else is: who is further has left it out.
             elsewhere.append(f"rank {rank} waits for {found[1].words}")
     if not silent and not elsewhere:
         return "every rank has come to it, so the network between them may be down"
