@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchrelay import GPipe, trace
 from torchrelay.runtime import choice
-from torchrelay.runtime.choice import AGAIN, FIRST, SHORT, Choice
+from torchrelay.runtime.choice import AGAIN, FIRST, SHORT, TRIES, Choice
 
 
 class Clock:
@@ -50,7 +50,21 @@ def test_short_tasks_are_carried_out_where_that_is_faster(clock: Clock) -> None:
 
 def test_short_tasks_stay_in_lanes_where_threads_pay(clock: Clock) -> None:
     ways = run(Choice(4), clock, AGAIN, lanes=2 * SHORT, serial=3 * SHORT)
-    assert ways == [False] * FIRST + [True] + [False] * (AGAIN - FIRST - 1)
+    assert ways == [False] * FIRST + [True] * TRIES + [False] * (AGAIN - FIRST - TRIES)
+
+
+def test_a_first_phase_that_was_slow_decides_nothing(clock: Clock) -> None:
+    chosen = Choice(4)
+    run(chosen, clock, FIRST, lanes=3 * SHORT, serial=0)
+    assert run(chosen, clock, 1, lanes=0, serial=4 * SHORT) == [True]
+    assert all(run(chosen, clock, AGAIN - FIRST - 1, lanes=0, serial=2 * SHORT))
+
+
+def test_a_phase_in_which_the_machine_was_busy_changes_nothing(clock: Clock) -> None:
+    chosen = Choice(4)
+    run(chosen, clock, 20, lanes=3 * SHORT, serial=2 * SHORT)
+    assert run(chosen, clock, 1, lanes=0, serial=100 * SHORT) == [True]
+    assert all(run(chosen, clock, 20, lanes=3 * SHORT, serial=2 * SHORT))
 
 
 def test_the_other_way_is_tried_again_from_time_to_time(clock: Clock) -> None:
