@@ -437,3 +437,15 @@ def test_different_options_are_refused(rank, world):
     message = raised(RankMismatchError, lambda: DistributedDataParallel(mlp(), static_graph=rank == 0))
     assert "static_graph: True" in message
     assert "static_graph: False" in message
+
+
+@on_ranks
+def test_what_has_no_numbers_and_who_is_not_in_the_group(rank, world):
+    message = raised(ValueError, lambda: DistributedDataParallel(nn.Linear(2, 2, device="meta")))
+    assert "parameter weight is on the meta device" in message
+    first = dist.new_group([0])
+    if rank == 0:
+        assert DistributedDataParallel(mlp(), process_group=first).plan.world_size == 1
+    else:
+        message = raised(ValueError, lambda: DistributedDataParallel(mlp(), process_group=first))
+        assert f"rank {rank} is not in this process_group" in message

@@ -60,6 +60,7 @@ class Connection:
     ) -> None:
         self.group = group
         self.inventory = take_inventory(module, ignored)
+        self.inventory.check_numbers()
         self.reducer: Reducer | None = None
         self.hook: CommHook | None = None
         self.replicas: Replicas | None = None

@@ -15,7 +15,7 @@ def chosen_group(group: dist.ProcessGroup | None, mesh: "DeviceMesh | None") -> 
     """The group of a constructor's arguments: all ranks by default.
 
     Raises:
-        ValueError: Both are given, or the mesh has several dimensions.
+        ValueError: Both are given, the mesh has several dimensions, or this rank is not in the group.
         RuntimeError: There is no group.
     """
     if group is not None and mesh is not None:
@@ -27,6 +27,8 @@ def chosen_group(group: dist.ProcessGroup | None, mesh: "DeviceMesh | None") -> 
                 'mesh["dp"] for the dimension named "dp"'
             )
         return mesh.get_group()
+    if group is not None and dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in this process_group: only its members wrap the module")
     return found_again(None) if group is None else group
 
 

@@ -137,6 +137,19 @@ class Inventory:
         self._tables[:], self._contents[:] = tables, contents
         return False
 
+    def check_numbers(self) -> None:
+        """Whether there are any: a plan can be made without.
+
+        Raises:
+            ValueError: A parameter is on meta.
+        """
+        for name, parameter in self._places.items():
+            if parameter.is_meta:
+                raise ValueError(
+                    f"parameter {name} is on the meta device, without numbers: give the module memory (to_empty) and "
+                    "values on every rank, then wrap it"
+                )
+
     def strays(self) -> list[str]:
         """Names of parameters with a gradient that is not to be averaged, since the module was not like this before."""
         known = set(map(id, self.tensors))
