@@ -15,6 +15,7 @@ from torchrelay.data_parallel.parameters import Inventory, take_inventory
 from torchrelay.data_parallel.planner import Planner
 from torchrelay.data_parallel.reduction.reducer import Reducer
 from torchrelay.data_parallel.replicas import Replicas
+from torchrelay.data_parallel.step_times import StepTimes
 from torchrelay.data_parallel.switches import Switches
 from torchrelay.data_parallel.waiting import Place, Watch, time_limit
 from torchrelay.planning.bucket_plan import BucketPlan
@@ -43,6 +44,8 @@ class Connection:
         reducer: Averages the gradients; None if there are none.
         hook: What does that for a bucket, in place of the average.
         replicas: Of the module in this process, if it has any besides itself.
+        first_plan: The plan before any gradient has arrived.
+        times: Of the steps, for logs.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Connection:
         self.reducer: Reducer | None = None
         self.hook: CommHook | None = None
         self.replicas: Replicas | None = None
+        self.times = StepTimes()
         self._module = module
         self._ignored = ignored
         self._planner = planner
@@ -82,7 +86,7 @@ class Connection:
     @property
     def plan(self) -> BucketPlan:
         """What is carried out."""
-        return self._first_plan if self.reducer is None else self.reducer.plan
+        return self.first_plan if self.reducer is None else self.reducer.plan
 
     @property
     def backwards(self) -> int:
@@ -147,12 +151,12 @@ class Connection:
         if self.replicas is not None:
             self.replicas.refresh()  # there may be other parameters than before
         world_size = dist.get_world_size(group)
-        self._first_plan = self._planner.first(inventory, world_size)
+        self.first_plan = self._planner.first(inventory, world_size)
         self._sync_buffers = BufferSync(inventory.buffers, group, self.watch)
         self.reducer = (
             Reducer(
                 inventory,
-                self._first_plan,
+                self.first_plan,
                 group,
                 self.watch,
                 switches=self._switches,
@@ -163,10 +167,13 @@ class Connection:
                 replicas=self.replicas,
                 replan=self._planner.replan(inventory, world_size),
                 always=self._planner.auto,
+                times=self.times,
             )
-            if self._first_plan.buckets
+            if self.first_plan.buckets
             else None
         )
+        devices = {parameter.device for parameter in inventory.tensors}
+        self.times.device = devices.pop() if len(devices) == 1 else None
         self._take_over()
 
     def register(self, hook: CommHook) -> None:

@@ -236,12 +236,16 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
             output = self.module(*inputs, **kwargs)
         if trains and connection.reducer is not None:
             watch_outputs(output, connection.reducer.begin)
+            if connection.times.open is not None:  # here the compiler, which stops above, compiles nothing anew for it
+                connection.times.open.backward = connection.times.open.now()
         return output
 
     def _prepare(self) -> None:
         """What a training forward needs beforehand."""
         connection, switches = self._connection, self._switches
         sends_buffers = switches.buffers and self.training and switches.enabled
+        if switches.enabled:
+            connection.times.begin()
         if switches.joining:
             self._joining.prepare(Join.notify_join_context(self), sends_buffers=sends_buffers)
             return
@@ -363,6 +367,7 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
 
     def join_hook(self, **kwargs: typing.Any) -> StandIn:
         """For `torch.distributed.algorithms.join.Join`; knows `divide_by_initial_world_size`."""
+        self._connection.times.uneven = True
         self._joining.divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return StandIn(self)
 

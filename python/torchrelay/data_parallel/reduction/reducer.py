@@ -46,6 +46,7 @@ from torchrelay.data_parallel.reduction.progress import Progress
 from torchrelay.data_parallel.reduction.rounds import Rounds
 from torchrelay.data_parallel.reduction.sending import Parts, Sender
 from torchrelay.data_parallel.replicas import Replicas
+from torchrelay.data_parallel.step_times import StepTimes, Stopwatch
 from torchrelay.data_parallel.switches import Switches
 from torchrelay.data_parallel.trouble import late_error, not_planned
 from torchrelay.data_parallel.uneven import Round
@@ -73,6 +74,7 @@ class Reducer:
         replan: Makes the plan anew for an order of arrival and the seconds that a backward takes by itself, as soon as
             these are known; None: the plan stays.
         always: Also if there is one bucket, which no order changes.
+        times: Of the steps, for logs.
 
     Attributes:
         fused: Parameters whose optimizers take their step at the end of a reduced backward.
@@ -94,6 +96,7 @@ class Reducer:
         replicas: Replicas | None = None,
         replan: Replan | None = None,
         always: bool = False,
+        times: StepTimes,
     ) -> None:
         self.fused: Sequence[torch.Tensor] = ()
         self.looked = False
@@ -102,6 +105,7 @@ class Reducer:
         self._parameters = inventory.tensors
         self._hook = hook
         self._replicas = replicas
+        self._times = times
         self._switches = switches
         self._progress = Progress(plan, group)
         average = Averager(group, watch)
@@ -262,6 +266,8 @@ class Reducer:
 
     def _launch_ready(self, stop: int) -> None:
         with self._lock, torch.no_grad():
+            if self._times.open is not None:
+                self._times.open.launched()
             self._sender.launch_ready(stop)
 
     # --- it ends
@@ -281,10 +287,14 @@ class Reducer:
                 elif self._finished:
                     self._raise_late()
                 else:
+                    if self._times.open is not None:
+                        self._note_computed(self._times.open)
                     if self._order is not None:
                         with collections_paused():
                             self._plan_anew(self._order.agree(self._arrivals.order()))
                         self._memory.open_in_turn()
+                    if self._times.open is not None:
+                        self._times.open.launched()
                     self._sender.launch_rest()
                     if self._switches.manual:
                         self._unfinished = Unfinished(self._names, self._parameters)
@@ -294,6 +304,12 @@ class Reducer:
             self._close()
             if strays:
                 raise not_planned(strays)
+
+    def _note_computed(self, step: Stopwatch) -> None:
+        step.computed = step.now()
+        step.arrived = tuple(self._arrivals.order())
+        step.unused = sum(self._parameters[index].nbytes for index in self._arrivals.unused())
+        step.buckets = len(self.plan.buckets)
 
     def _strays(self) -> list[str]:
         """Parameters that may have got a gradient unnoticed; none in a step without trouble."""
@@ -309,6 +325,8 @@ class Reducer:
         self._sender.inspect()
         self._sender.write_back()
         self._progress.count(reduced=True)
+        if self._times.open is not None:
+            self._times.open.averaged = self._times.open.now()
         if self.fused:
             step_fused(self.fused)
 
@@ -339,6 +357,7 @@ class Reducer:
                 self._replicas.drop()
             self._sender.give_up(error)
             self._adopt()
+            self._times.error = f"{type(error).__name__}: {error}"
             raise
 
     def abandon(self) -> None:
