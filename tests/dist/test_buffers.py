@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from compare import add_mean, assert_equal_on_ranks, assert_same_gradients, check_backward, inputs, loss, wrap
+from compare import add_mean, assert_equal_on_ranks, assert_same_gradients, check_backward, inputs, loss, raised, wrap
 from ranks import on_ranks
 from torch import nn
+from torchrelay import DistributedDataParallel
+from torchrelay.errors import RankMismatchError
 
 
 class Gained(nn.Module):
@@ -132,3 +134,48 @@ def test_a_buffer_that_is_registered_later(rank, world, where):
         held = next(module.buffers())
         torch.testing.assert_close(held, torch.zeros(3))
         held.fill_(rank)
+
+
+class Shifts(nn.Module):
+    """Adds a buffer."""
+
+    def __init__(self, shift: torch.Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("shift", shift)
+
+    def forward(self, x):
+        return self.layer(x) + self.shift.to_dense()
+
+
+@on_ranks
+@pytest.mark.parametrize("kind", ["expanded", "torch.sparse_coo"])
+def test_a_buffer_that_cannot_be_overwritten_is_named_on_every_rank(rank, world, kind):
+    """As is a frozen parameter. torch says that some tensor is to be cloned, on all ranks but the first."""
+    odd = torch.ones(1).expand(3) if kind == "expanded" else torch.ones(3).to_sparse()
+    message = raised(ValueError, lambda: DistributedDataParallel(Shifts(odd)))
+    assert f"buffer shift is {kind}" in message
+    assert "broadcast_buffers=False" in message
+    here = odd if rank else torch.ones(3)
+    message = raised(RankMismatchError, lambda: DistributedDataParallel(Shifts(here)))
+    assert f"[shift: shape [3], torch.float32] on rank 0, but [shift: shape [3], torch.float32, {kind}]" in message
+    if kind == "expanded":
+        frozen = nn.Linear(3, 3)
+        frozen.bias = nn.Parameter(odd, requires_grad=False)
+        assert "parameter bias is expanded" in raised(ValueError, lambda: DistributedDataParallel(frozen))
+    DistributedDataParallel(Shifts(odd), broadcast_buffers=False)(torch.ones(2, 3)).sum().backward()
+
+
+@on_ranks
+def test_a_buffer_that_is_expanded_later_gives_way_to_what_is_received(rank, world):
+    module = nn.Sequential(Shifts(torch.zeros(3)), nn.BatchNorm1d(3))
+    wrapped = DistributedDataParallel(module)
+    for _ in range(2):
+        if rank == 1:
+            module[0].shift = torch.ones(1).expand(3)
+            module[1].running_mean = torch.ones(1).expand(3)
+        wrapped(torch.ones(2, 3)).sum().backward()
+        assert module[0].shift.tolist() == [0.0] * 3
+        assert_equal_on_ranks(module[1].running_mean)
+    module[0].shift = torch.ones(3).to_sparse()
+    assert "buffer 0.shift is torch.sparse_coo" in raised(ValueError, lambda: wrapped(torch.ones(2, 3)))

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from torchrelay.data_parallel.launching import begin
 from torchrelay.data_parallel.layout import unflattened
-from torchrelay.data_parallel.parameters import BufferSlot
+from torchrelay.data_parallel.parameters import BufferSlot, is_expanded
 from torchrelay.data_parallel.waiting import Place, Watch
 from torchrelay.errors import ReductionError
 
@@ -99,6 +99,8 @@ class BufferSync:
         held = [slot.held for slot in self._slots]
         if len(self._held) == len(held) and all(map(operator.is_, held, self._held)):
             return
+        for slot in self._slots:
+            slot.check_layout()
         self._held = held
         distinct = {id(buffer): buffer for buffer in held if buffer is not None}
         packed = [(*_pack(batch), batch) for batch in _batches(list(distinct.values()))]
@@ -112,7 +114,7 @@ class BufferSync:
         sources: list[torch.Tensor] = []
         replaced: dict[int, torch.Tensor] = {}
         for buffer, view in zip(buffers, views, strict=True):
-            if id(buffer) in statistics:
+            if id(buffer) in statistics and not is_expanded(buffer):
                 targets.append(buffer.data)  # `data` has a version counter of its own
                 sources.append(view)
             elif buffer.device.type != "cpu" or not torch.equal(buffer, view):

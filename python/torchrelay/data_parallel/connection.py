@@ -11,7 +11,7 @@ from torchrelay.data_parallel.agreement import agree
 from torchrelay.data_parallel.broadcast import BufferSync, broadcast_from
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.fused import known_hooks, take_over
-from torchrelay.data_parallel.parameters import Inventory, take_inventory
+from torchrelay.data_parallel.parameters import Inventory, is_expanded, take_inventory
 from torchrelay.data_parallel.planner import Planner
 from torchrelay.data_parallel.reduction.reducer import Reducer
 from torchrelay.data_parallel.replicas import Replicas
@@ -111,7 +111,7 @@ class Connection:
     def _agree(self, inventory: Inventory) -> None:
         limits, given = self._planner.words()
         buffers = [
-            f"{slot.name}: shape {list(held.shape)}, {held.dtype}"
+            f"{slot.name}: shape {list(held.shape)}, {held.dtype}{_way_of(held)}"
             for slot in inventory.buffers
             if (held := slot.held) is not None
         ]
@@ -129,7 +129,13 @@ class Connection:
         )
 
     def copy_from(self, source: int, *, buffers: bool) -> None:
-        """Makes all parameters, and buffers, those of one rank."""
+        """Makes all parameters, and buffers, those of one rank.
+
+        Raises:
+            ReductionError: They did not come through.
+            ValueError: Something is expanded, so that it cannot be written to.
+        """
+        self.inventory.check_memory(copied=True, buffers=buffers)
         held = self.inventory.held_buffers() if buffers else ()
         self._copy(source, [*self.inventory.shared, *held])
 
@@ -148,6 +154,7 @@ class Connection:
 
     def _connect(self, before: Reducer | None) -> None:
         inventory, group = self.inventory, self.group
+        inventory.check_memory(copied=False, buffers=False)
         if self.replicas is not None:
             self.replicas.refresh()  # there may be other parameters than before
         world_size = dist.get_world_size(group)
@@ -230,3 +237,10 @@ class Connection:
         self._known_hooks = known_hooks()
         if self.reducer is not None:
             self.reducer.fused = take_over(self.inventory.tensors)
+
+
+def _way_of(buffer: torch.Tensor) -> str:
+    """How its elements lie, where that is unusual."""
+    if buffer.layout != torch.strided:
+        return f", {buffer.layout}"
+    return ", expanded" * is_expanded(buffer)

@@ -12,7 +12,10 @@ from torch import nn
 from torchrelay.errors import ReductionError
 from torchrelay.planning.bucket_plan import ParameterFacts
 
-__all__ = ["BufferSlot", "Inventory", "Line", "take_inventory"]
+__all__ = ["BufferSlot", "Inventory", "Line", "is_expanded", "take_inventory"]
+
+
+_WITHOUT_BUFFERS = "leave all buffers out with broadcast_buffers=False"
 
 
 class Line(typing.NamedTuple):
@@ -70,6 +73,18 @@ class BufferSlot(typing.NamedTuple):
         """The buffer."""
         return self.table.get(self.key)
 
+    def check_layout(self) -> None:
+        """Whether it can be part of a message.
+
+        Raises:
+            ValueError: It is sparse, say.
+        """
+        if (held := self.held) is not None and held.layout != torch.strided:
+            raise ValueError(
+                f"buffer {self.name} is {held.layout}, and rank 0's cannot be copied to the others: ignore it by name "
+                f"(DistributedDataParallel._set_params_and_buffers_to_ignore_for_model), or {_WITHOUT_BUFFERS}"
+            )
+
 
 @dataclasses.dataclass
 class Inventory:
@@ -91,6 +106,7 @@ class Inventory:
     _contents: list[object]
     _module: nn.Module
     _ignored: Collection[str]
+    _expanded: list[tuple[str, bool]]
     _idle: tuple[nn.Parameter, ...]
     _dtypes: list[torch.dtype]
     _buffer_tables: "list[dict[str, typing.Any]]"
@@ -150,6 +166,29 @@ class Inventory:
                     "values on every rank, then wrap it"
                 )
 
+    def check_memory(self, *, copied: bool, buffers: bool) -> None:
+        """Whether means, and what is copied from another rank, can be written.
+
+        Args:
+            copied: Whether the values of all parameters are copied.
+            buffers: Whether those of the buffers are.
+
+        Raises:
+            ValueError: Something is expanded: elements share memory.
+        """
+        for name, trained in self._expanded:
+            if copied or trained:
+                raise ValueError(
+                    f"parameter {name} is expanded: several of its elements share memory; wrap a clone of it"
+                )
+        for slot in self.buffers if buffers else ():
+            slot.check_layout()
+            if (held := slot.held) is not None and is_expanded(held):
+                raise ValueError(
+                    f"buffer {slot.name} is expanded: several of its elements share memory, so that rank 0's cannot be "
+                    f"copied into it; register a clone of it, or {_WITHOUT_BUFFERS}"
+                )
+
     def strays(self) -> list[str]:
         """Names of parameters with a gradient that is not to be averaged, since the module was not like this before."""
         known = set(map(id, self.tensors))
@@ -178,7 +217,7 @@ def take_inventory(module: nn.Module, ignored: Collection[str]) -> Inventory:
     """Looks through a module; `ignored` are full names of parameters that are left alone.
 
     Raises:
-        ValueError: A parameter has no memory of its own yet (a lazy one) or shares it with itself (an expanded one).
+        ValueError: A parameter has no memory of its own yet (a lazy one).
         NotImplementedError: A parameter is a DTensor.
     """
     # Models have tens of thousands of parameters: modules are walked through once, and each parameter is asked once.
@@ -187,7 +226,7 @@ def take_inventory(module: nn.Module, ignored: Collection[str]) -> Inventory:
         id(layer.weight) for _, layer in walk if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
     }
     known: dict[int, nn.Parameter] = {}
-    names, tensors, facts, lines, shared, idle = [], [], [], [], [], []
+    names, tensors, facts, lines, shared, idle, expanded = [], [], [], [], [], [], []
     dtypes, devices = _Names(), _Names()
     places: dict[str, nn.Parameter] = {}
     for name, parameter in _places(walk, ()):
@@ -205,6 +244,8 @@ def take_inventory(module: nn.Module, ignored: Collection[str]) -> Inventory:
         if ignored_here:
             continue
         shared.append(parameter)
+        if 0 in strides and is_expanded(parameter):
+            expanded.append((name, trained))
         if not trained:
             idle.append(parameter)
             continue
@@ -226,6 +267,7 @@ def take_inventory(module: nn.Module, ignored: Collection[str]) -> Inventory:
         _contents=contents,
         _module=module,
         _ignored=ignored,
+        _expanded=expanded,
         _idle=tuple(idle),
         _dtypes=[parameter.dtype for parameter in tensors],
         _buffer_tables=buffer_tables,
@@ -282,7 +324,10 @@ def _check(name: str, parameter: nn.Parameter) -> None:
             f"parameter {name} is a DTensor, cut or copied over a device mesh: the gradients of such parameters are "
             "averaged over a further dimension of the mesh by torch.distributed.fsdp.fully_shard"
         )
-    if 0 not in (strides := parameter.stride()) or not parameter.requires_grad:
-        return
-    if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, strides, strict=True)):
-        raise ValueError(f"parameter {name} is expanded: several of its elements share memory; wrap a clone of it")
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several of its elements share memory, so that it cannot be written to."""
+    if 0 not in (strides := tensor.stride()):
+        return False
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, strides, strict=True))
