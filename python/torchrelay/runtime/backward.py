@@ -50,6 +50,8 @@ class _Tasks:
 
     def __init__(self, left: Forward, lowest: int, streams: HalfStreams | None) -> None:
         self._left = left
+        self.context = CallerContext(left.pipeline.devices)
+        self._recomputation = left.context.within(self.context)
         self.lowest = lowest
         self.streams = streams
         self._keep = keeps_graph()
@@ -68,7 +70,7 @@ class _Tasks:
 
         def task() -> None:
             inner = compute if streams is None else lambda: streams.recompute(i, j, compute)
-            left.context.run(left.pipeline.devices[j], inner)
+            self._recomputation.run(left.pipeline.devices[j], inner)
 
         try:
             left.random.recompute(i, j, task)
@@ -223,7 +225,7 @@ class Backwards:
         sequence = left.programs.sequences[1]
         left.pipeline.carry_out(
             phase,
-            CallerContext(left.pipeline.devices),
+            tasks.context,
             range(self._n - 1, -1, -1),
             sequence if tasks.lowest == 0 else [(j, order) for j, order in sequence if j >= tasks.lowest],
             left.programs.choices[1],

@@ -9,7 +9,8 @@ saved-tensor hooks); while one is active the plan runs in the caller's own threa
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from copy import copy
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -29,13 +30,45 @@ def needs_callers_thread() -> bool:
         torch._C._len_torch_dispatch_stack() > 0
         or _saved_tensor_hooks() is not None
         or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
-        or any(not isinstance(mode, DeviceContext) for mode in _function_modes())
+        or bool(_users_function_modes())
     )
 
 
 def _function_modes() -> list[Any]:
     modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return list(modes)
+
+
+def _users_function_modes() -> list[Any]:
+    return [mode for mode in _function_modes() if not isinstance(mode, DeviceContext)]
+
+
+def _default_device() -> torch.device | None:
+    """Where this thread makes new tensors, if that was set."""
+    found = [mode.device for mode in _function_modes() if isinstance(mode, DeviceContext)]
+    return found[-1] if found else None
+
+
+class _Autocast(NamedTuple):
+    """Of one type of devices, in one thread."""
+
+    kind: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+    @classmethod
+    def of(cls, kind: str) -> "_Autocast":
+        return cls(
+            kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+        )
+
+    def is_usual(self) -> bool:
+        """Whether a new thread has the same."""
+        return not self.enabled and self.dtype is _NEW_THREADS.get(self.kind, self.dtype)
+
+
+_NEW_THREADS = {"cpu": torch.bfloat16, "cuda": torch.float16}
 
 
 def _saved_tensor_hooks() -> Any:
@@ -64,22 +97,38 @@ class CallerContext:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         types = {"cpu", *(device.type for device in devices)} - {"meta"}
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in sorted(types)
-            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        ]
-        self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._function_modes = _function_modes()
+        self._autocast = [_Autocast.of(kind) for kind in sorted(types) if torch.amp.is_autocast_available(kind)]
+        self._default_device = _default_device()
+        self._function_modes = _users_function_modes()
         self._saved_tensor_hooks = _saved_tensor_hooks()
         self._multithreading = torch._C._is_multithreading_enabled()
         self._contextvars = contextvars.copy_context()
         # On the caller's own streams the lanes' work is ordered with the caller's, by device, without an event.
         self._streams = [torch.cuda.current_stream(device) for device in sorted_cuda(devices)]
         # Nothing to enter but grad mode; a lane always comes back to the rest.
-        self._is_usual = self._multithreading and not (
-            self._inference or self._autocast or self._function_modes or self._saved_tensor_hooks or self._streams
+        self._is_usual = (
+            self._multithreading
+            and all(autocast.is_usual() for autocast in self._autocast)
+            and not (
+                self._inference
+                or self._default_device
+                or self._function_modes
+                or self._saved_tensor_hooks
+                or self._streams
+            )
         )
+
+    def within(self, outer: "CallerContext") -> "CallerContext":
+        """The same, for threads that have `outer` and not what new threads have.
+
+        What is on there and was not here is off within; but not function modes and saved-tensor hooks of the user's:
+        whoever has them around a backward means its recomputations, too.
+        """
+        if outer._is_usual:
+            return self
+        inner = copy(self)
+        inner._is_usual = False
+        return inner
 
     def run(self, device: torch.device, program: Callable[[], T]) -> T:
         """Call `program` in this context, on `device`."""
@@ -97,14 +146,18 @@ class CallerContext:
     def _enter(self, device: torch.device) -> Iterator[None]:
         """The caller's modes, in this thread."""
         with contextlib.ExitStack() as stack:
-            if self._inference:
-                stack.enter_context(torch.inference_mode())
+            if torch.is_inference_mode_enabled() != self._inference:
+                stack.enter_context(torch.inference_mode(self._inference))
             if torch.is_grad_enabled() != self._grad:
                 stack.enter_context(torch.set_grad_enabled(self._grad))
             if torch._C._is_multithreading_enabled() != self._multithreading:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(self._multithreading))
-            for kind, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_cache))
+            for autocast in self._autocast:
+                if autocast != _Autocast.of(autocast.kind):
+                    stack.enter_context(torch.autocast(autocast.kind, autocast.dtype, autocast.enabled, autocast.cache))
+            default = self._default_device or torch.device("cpu")
+            if default != (_default_device() or torch.device("cpu")):
+                stack.enter_context(default)  # and not the caller's own object, which notes what was before it
             active = _function_modes()
             for mode in self._function_modes:
                 if mode not in active:
