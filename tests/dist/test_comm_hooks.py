@@ -497,6 +497,27 @@ def test_a_hook_that_fails_on_one_rank_only_is_told_on_all(rank, world, sends):
 
 
 @on_ranks
+def test_a_hook_that_sends_nothing_on_one_rank_is_told_on_all(rank, world):
+    """Where what follows would meet what it has left out, and gloo end the process."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=50))
+    wrapped, _ = wrap(mlp(), process_group=group, bucket_cap_mb_list=[0])
+
+    def hook(state, bucket):
+        if rank == 0:
+            return default.allreduce_hook(group, bucket)
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    wrapped.register_comm_hook(None, hook)
+    sample = inputs(world, 2, 4)[rank]
+    message = raised(CommHookError, lambda: loss(wrapped, sample).backward())
+    here, there = (1, "0 on rank 1") if rank == 0 else (0, "1 on rank 0")
+    assert f"has begun {here} collectives on this rank in its first backward, but {there}" in message
+    assert "new_group" in raised(ReductionError, lambda: loss(wrapped, sample).backward())
+
+
+@on_ranks
 def test_what_sixteen_bits_cannot_hold_is_told(rank, world):
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     wrapped, _ = wrap(module)

@@ -103,6 +103,7 @@ class CommHook:
         """
         self._last = None
         sent = self._watch.sent
+        self.failures.begin()
         future = without_context(self.hook, self.state, bucket)
         if not isinstance(future, torch._C.Future):
             raise CommHookError(
@@ -188,7 +189,7 @@ class HookWork:
                 raise CommHookError(
                     f"the future that the communication hook {self._name} returned for bucket {self._index} was not "
                     f"done within {self._limit}: set its result, or return the future of the work that the hook has "
-                    "started"
+                    "started; if that is what it does, another rank's hook has not started the same"
                 )
 
     def wait(self) -> None:
@@ -231,7 +232,8 @@ class HookWork:
         return CommHookError(
             f"the future that the communication hook {self._name} returned for bucket {self._index} holds an error: "
             f"{type(error).__name__}: {first_line}. A callback of the hook's has raised it, or a collective that the "
-            "hook has started: then another rank may have failed, have left, be slow, or not have run this backward"
+            "hook has started: then another rank may have failed, have left, be slow, not have run this backward, or "
+            "have started another collective in its hook"
         )
 
     def _wrong(self, value: object) -> CommHookError:

@@ -80,6 +80,11 @@ class HookedSender(Sender):
         for place, storage in enumerate(storages):
             if storage.was_finite is not None:
                 words.finite[place] = storage.was_finite
+        try:
+            self._hook.failures.meet()
+        except CommHookError:
+            if problem is None:
+                raise
         storages[-1].send_tail(self._average)
         alarm, self._watch.alarm = self._watch.alarm, self._hook.failures.look
         try:
@@ -110,6 +115,7 @@ class HookedSender(Sender):
             storage.send(self._average, None)
         self._hook.drain()
         self._memory.words.finite.fill_(1)
+        self._hook.failures.say_count()
         storages[-1].send_tail(self._average)
 
     def _could_not_tell(self) -> None:
