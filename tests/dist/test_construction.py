@@ -168,12 +168,17 @@ def test_a_frozen_module_is_passed_through(rank, world):
         ({"delay_all_reduce_named_params": []}, NotImplementedError, "bucket_cap_mb_list"),
         ({"device_ids": [0, 1]}, ValueError, "on the CPU"),
         ({"device_ids": [0]}, ValueError, "on the CPU"),
-        ({"device_mesh": "mesh", "process_group": "group"}, ValueError, "one of them"),
     ],
 )
 @on_ranks
 def test_options_that_are_refused(rank, world, options, kind, word):
     assert word in raised(kind, lambda: DistributedDataParallel(mlp(), **options))
+
+
+@on_ranks
+def test_ranks_are_named_once(rank, world):
+    both = {"process_group": dist.group.WORLD, "device_mesh": init_device_mesh("cpu", (world,))}
+    assert "one of them" in raised(ValueError, lambda: DistributedDataParallel(mlp(), **both))
 
 
 @on_ranks
@@ -449,3 +454,39 @@ def test_what_has_no_numbers_and_who_is_not_in_the_group(rank, world):
     else:
         message = raised(ValueError, lambda: DistributedDataParallel(mlp(), process_group=first))
         assert f"rank {rank} is not in this process_group" in message
+
+
+WRONG = {
+    "plan": ["plan.json", 1],
+    "device_mesh": [1, "dp"],
+    "process_group": [1, "gloo"],
+    "dim": ["a", 1.5, None],
+    "device_ids": [0, "cpu", ["cpuu"], [1.5], [None], [-1], {0: 1}],
+    "output_device": [1.5, "cpuu", [0], True],
+    "bucket_cap_mb": [[1], -1, float("nan"), True, "25", 1j],
+    "bucket_cap_mb_list": [1, "12", ["a"], [], [-1], [None]],
+    "timeout": ["10", -1, 0, float("nan"), True],
+}
+FLAGS = """broadcast_buffers init_sync find_unused_parameters gradient_as_bucket_view static_graph batched_grad_copy
+    skip_all_reduce_unused_params forward_sync_buffers lazy_bucket_allocation"""
+WRONG |= {name: ["no", 2, 0.5, []] for name in FLAGS.split()}
+
+
+@on_ranks
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_is_named_before_anything_is_sent(rank, world, name):
+    """So that the other ranks do not wait for one that was given it alone."""
+    for value in WRONG[name]:
+        sent = dist.group.WORLD._get_sequence_number_for_group()
+        message = raised((TypeError, ValueError), lambda v=value: DistributedDataParallel(mlp(), **{name: v}))
+        assert dist.group.WORLD._get_sequence_number_for_group() == sent
+        assert message.startswith(name)
+        assert " is " in message or "must " in message
+        shown = value[0] if isinstance(value, list) and value and "[0]" in message else value
+        assert repr(shown) in message or value == []
+
+
+@on_ranks
+def test_flags_may_be_none_or_numbers_as_with_torchs_class(rank, world):
+    wrapped, plain = wrap(mlp(), find_unused_parameters=None, static_graph=0, gradient_as_bucket_view=1)
+    check_step(wrapped, plain, inputs(world, 2, 4))

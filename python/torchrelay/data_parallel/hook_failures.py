@@ -150,7 +150,8 @@ class HookFailures:
                 self.left_waiting = True
                 raise CommHookError(
                     f"the communication hook has begun {begun} collectives on this rank in its first backward, but "
-                    f"{theirs} on rank {rank}: it starts the same ones in the same order on every rank, or else {_REMEDY}"
+                    f"{theirs} on rank {rank}: it starts the same ones in the same order on every rank, or else "
+                    f"{_REMEDY}"
                 )
         return len(said) == self._watch.ranks
 

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.join import Join, Joinable, _JoinConfig
 from torch.utils import _pytree as pytree
 
+from torchrelay.data_parallel.arguments import check_arguments
 from torchrelay.data_parallel.collections_paused import collections_paused
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.connection import Connection
@@ -108,7 +109,7 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
         RankMismatchError: The ranks' modules differ; raised on every rank.
         NotImplementedError: An option that is not supported is used, or a parameter is a DTensor.
         ValueError: An argument makes no sense, or a parameter is lazy; a `PlanError` if `plan` is another model's.
-        TypeError: The first argument is no module, or a limit no number.
+        TypeError: An argument is of the wrong kind; the message names it.
     """
 
     module: nn.Module
@@ -144,6 +145,25 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"a torch.nn.Module is wrapped, but this is a {type(module).__name__}")
+        check_arguments(
+            flags={
+                "broadcast_buffers": broadcast_buffers,
+                "init_sync": init_sync,
+                "find_unused_parameters": find_unused_parameters,
+                "gradient_as_bucket_view": gradient_as_bucket_view,
+                "static_graph": static_graph,
+                "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
+                "batched_grad_copy": batched_grad_copy,
+                "forward_sync_buffers": forward_sync_buffers,
+                "lazy_bucket_allocation": lazy_bucket_allocation,
+            },
+            dim=dim,
+            device_ids=device_ids,
+            output_device=output_device,
+            process_group=process_group,
+            device_mesh=device_mesh,
+            plan=plan,
+        )
         refuse_missing(
             {
                 "check_reduction": check_reduction,

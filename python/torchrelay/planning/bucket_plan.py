@@ -186,6 +186,8 @@ def bucket_limits(cap_mib: float | None = None, caps_mib: Iterable[float] | None
     """
     if caps_mib is None:
         return [FIRST_BUCKET_BYTES, _limit("bucket_cap_mb", DEFAULT_BUCKET_MIB if cap_mib is None else cap_mib)]
+    if isinstance(caps_mib, str) or not isinstance(caps_mib, Iterable):
+        raise TypeError(f"bucket_cap_mb_list is a list of numbers of MiB, but is {caps_mib!r}")
     limits = [_limit(f"bucket_cap_mb_list[{position}]", cap) for position, cap in enumerate(caps_mib)]
     if not limits:
         raise ValueError("bucket_cap_mb_list must hold at least one limit (in MiB); leave it out for the default")
