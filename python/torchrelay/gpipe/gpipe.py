@@ -11,6 +11,7 @@ from torch import nn
 from torchrelay.gpipe.deferred_batch_norm import defer_batch_norm, restore_batch_norm
 from torchrelay.planning.partitions import PipelinePlan, plan_partitions
 from torchrelay.runtime.buffers import BufferWatch
+from torchrelay.runtime.callers_graph import is_followed, run_in_callers_graph
 from torchrelay.runtime.direct import call_directly
 from torchrelay.runtime.lanes import Lanes
 from torchrelay.runtime.partition import Partition
@@ -171,7 +172,8 @@ class GPipe(nn.Module):
             self._gathers,
             self.executor == "auto" and all(device.type == "cpu" for device in self.devices),
         )
-        return run_step(pipeline, input, self.chunks, self._programs_for)
+        run = run_in_callers_graph if is_followed() else run_step
+        return run(pipeline, input, self.chunks, self._programs_for)
 
     def _is_one_task(self) -> bool:
         """Whether the plan has one task, which nothing has to be told of."""

@@ -104,6 +104,10 @@ class Source:
         """A copy of the generator's state."""
         return self.generator.get_state()
 
+    def is_in(self, state: Tensor) -> bool:
+        """Whether the generator is in `state`. Compared without an operation of torch's, which modes would see."""
+        return _bytes(self.state()) == _bytes(state)
+
     def seed(self) -> int:
         """A number of 64 bits that the state decides, and that another draw changes; call in a turn.
 

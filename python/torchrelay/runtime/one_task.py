@@ -36,7 +36,7 @@ class OneTaskRandomness:
         turn_is_needed()
         before = [(source, source.state()) for source in map(Source, sorted(self._devices, key=str))]
         result = task()
-        self._found = [(source, state) for source, state in before if not torch.equal(source.state(), state)]
+        self._found = [(source, state) for source, state in before if not source.is_in(state)]
         return result
 
     def recompute(self, i: int, j: int, task: Callable[[], T]) -> T:

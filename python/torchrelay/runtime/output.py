@@ -19,17 +19,19 @@ class Output:
     Args:
         parts: the micro-batches' outputs.
         dim: the dimension along which tensors are joined.
+        in_graph: they keep the graph that they have.
 
     Attributes:
-        leaves: the leaves of the joined value; its tensors are detached, and a single micro-batch's are not copied.
+        leaves: the leaves of the joined value; a single micro-batch's are not copied. Detached, if not `in_graph`.
         differentiable: which of the leaves require a gradient in some micro-batch.
 
     Raises:
         ValueError: an output without that dimension; outputs that differ in structure, or in a value that is no tensor.
     """
 
-    def __init__(self, parts: Sequence[Any], dim: int) -> None:
+    def __init__(self, parts: Sequence[Any], dim: int, *, in_graph: bool = False) -> None:
         self._dim = dim
+        self._in_graph = in_graph
         flat = [flatten(part) for part in parts]
         self._spec = flat[0][1]
         for i, (_, spec) in enumerate(flat):
@@ -74,9 +76,12 @@ class Output:
                 )
             return first
         if self._uncut[k]:
-            return first.detach()
+            return self._own(first)
         check_leaf(k, first, self._dim)
-        return first.detach() if len(column) == 1 else torch.cat([tensor.detach() for tensor in column], self._dim)
+        return self._own(first) if len(column) == 1 else torch.cat([self._own(tensor) for tensor in column], self._dim)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return tensor if self._in_graph else tensor.detach()
 
 
 def check_leaf(k: int, leaf: Any, dim: int) -> None:
