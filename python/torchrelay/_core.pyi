@@ -1,8 +1,10 @@
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from os import PathLike
 from pathlib import Path
-from typing import Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
+import torch
 from typing_extensions import Self, disjoint_base
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "Simulation",
     "StreamOperation",
     "StreamPlan",
+    "Taker",
     "__version__",
     "agreed_order",
     "assign_buckets",
@@ -28,6 +31,7 @@ __all__ = [
     "pieces",
     "plan_streams",
     "reduction_end",
+    "same_contents",
     "schedule_names",
     "search_schedule",
     "text_picture",
@@ -73,6 +77,7 @@ def make_schedule(name: str, ranks: int, microbatches: int, *, stages_per_rank: 
 def text_picture(
     schedule: Schedule, costs: Costs | None, width: int, per_character: int
 ) -> tuple[list[tuple[str, list[tuple[str, Action | None]]]], list[str], int]: ...
+def same_contents(tables: list[Any], contents: list[Any]) -> bool: ...
 def schedule_names() -> list[str]: ...
 def search_schedule(
     placement: Sequence[int],
@@ -269,7 +274,8 @@ class Readiness:
         *,
         begin: Callable[[], object],
         launch: Callable[[int], object],
-        fill: Callable[[int], object] | None = None,
+        take: Callable[[int], object] | None = None,
+        lock: object = None,
     ) -> Self: ...
     def hook(self, index: int) -> ReadinessHook: ...
     def start(self, reduce: bool, *, hold: bool = False) -> None: ...
@@ -279,7 +285,7 @@ class Readiness:
     def abandon(self) -> None: ...
     def carry(self, parameters: Sequence[int]) -> None: ...
     def rearrange(self, buckets: Sequence[Sequence[int]]) -> None: ...
-    def divide(self, pieces: Sequence[Sequence[int]]) -> None: ...
+    def divide(self, pieces: Sequence[Sequence[int]], takers: Sequence[tuple[Taker, int]] = ...) -> None: ...
     @property
     def arrival(self) -> list[int]: ...
     @property
@@ -329,3 +335,23 @@ class StreamPlan:
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
+
+@final
+class Taker:
+    def __new__(cls, *, scale: float | None) -> Self: ...
+    def lay(
+        self,
+        pieces: Sequence[
+            tuple[
+                Sequence[int],
+                Sequence[torch.Tensor],
+                Sequence[torch.Tensor],
+                torch.Tensor,
+                Sequence[tuple[int, int, torch.Tensor]],
+            ]
+        ],
+    ) -> None: ...
+    def open(self, keeps: AbstractSet[int]) -> None: ...
+    def arrive(self, number: int) -> None: ...
+    def gather(self, unused: AbstractSet[int]) -> list[int]: ...
+    def close(self) -> None: ...

@@ -24,6 +24,7 @@ class Averager:
         self._watch = watch
         self.world_size = dist.get_world_size(group)
         self._divides: dict[torch.device, bool] = {}
+        self._sum, self._mean = _options(dist.ReduceOp.SUM), _options(dist.ReduceOp.AVG)
 
     def scale(self, device: torch.device) -> float | None:
         """What dense gradients on this device are multiplied by before `start`; None: `start` does what is needed."""
@@ -33,14 +34,11 @@ class Averager:
         """Starts to average `tensor` in place; `scaled`: it was multiplied by `scale`."""
         if not scaled:
             if tensor.device.type != "cpu" and not tensor.is_sparse and self._backend_divides(tensor.device):
-                return self._reduce(tensor, dist.ReduceOp.AVG)
+                return self._reduce(tensor, self._mean)
             tensor.div_(self.world_size)
-        return self._reduce(tensor, dist.ReduceOp.SUM)
+        return self._reduce(tensor, self._sum)
 
-    def _reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Work:
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
-        options.asyncOp = True
+    def _reduce(self, tensor: torch.Tensor, options: dist.AllreduceOptions) -> Work:
         return begin(self._all_reduce, tensor, options)
 
     def _all_reduce(self, tensor: torch.Tensor, options: dist.AllreduceOptions) -> Work:
@@ -56,7 +54,7 @@ class Averager:
             probe = torch.ones(1, device=device)
             try:
                 first = Place(0, -1, f"the first bucket on {device.type}")
-                self._watch.wait(self._reduce(probe, dist.ReduceOp.AVG), device, first)
+                self._watch.wait(self._reduce(probe, self._mean), device, first)
                 known = bool(probe.item() == 1)
             except ReductionError:
                 raise
@@ -64,3 +62,10 @@ class Averager:
                 known = False
             self._divides[device] = known
         return known
+
+
+def _options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    options.asyncOp = True
+    return options

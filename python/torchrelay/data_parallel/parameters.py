@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 from torch import nn
 
+from torchrelay._core import same_contents
 from torchrelay.errors import ReductionError
 from torchrelay.planning.bucket_plan import ParameterFacts
 
@@ -124,9 +125,7 @@ class Inventory:
                 rank.
         """
         # This runs before every forward, so it costs some 0.1 microseconds a parameter.
-        now = list(itertools.chain.from_iterable(map(_values, self._tables)))
-        same = len(now) == len(self._contents) and all(map(operator.is_, now, self._contents))
-        if not same and self._grown():
+        if not same_contents(self._tables, self._contents) and self._grown():
             return True
         if self.stale or any(map(_requires_grad, self._idle)):
             return True

@@ -3,17 +3,14 @@
 import itertools
 import operator
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from torchrelay.data_parallel.collections_paused import collections_paused
 from torchrelay.data_parallel.layout import views_of
 
 __all__ = ["Kind", "Piece", "as_given", "in_layout"]
-
-_grad = operator.attrgetter("grad")
 
 
 Kind: typing.TypeAlias = tuple[int, ...]
@@ -65,6 +62,7 @@ class Piece:
 
     Attributes:
         views: Where each gradient lies, with the parameter's strides.
+        joined: From where to where members are rows of one tensor, and that.
     """
 
     def __init__(
@@ -82,79 +80,13 @@ class Piece:
         self.views = views_of(region, parameters)
         # To join tensors is several times as fast on a CPU as to copy as many; an accelerator copies all of any shapes
         # at once.
-        self._joined: list[tuple[slice, torch.Tensor]] = []
-        apart: list[int] = []
+        self.joined: list[tuple[int, int, torch.Tensor]] = []
         offset, start = 0, 0
         for kind, run in itertools.groupby(kinds):
             stop = start + len(list(run))
             size = sum(map(torch.Tensor.numel, parameters[start:stop]))
-            if kind == _ALONE or stop == start + 1 or region.device.type != "cpu":
-                apart += range(start, stop)
-            else:
-                self._joined.append((slice(start, stop), region[offset : offset + size].view(-1, *kind)))
+            if kind != _ALONE and stop > start + 1 and region.device.type == "cpu":
+                self.joined.append((start, stop, region[offset : offset + size].view(-1, *kind)))
             offset, start = offset + size, stop
-        self._apart = [(place, self.views[place]) for place in apart]
         if lent:
             self.views = [view.data for view in self.views]
-
-    def take(self, scale: float | None, own: Collection[int]) -> bool:
-        """Takes the gradients, if each is one that can be copied, and none but its own view of the memory.
-
-        Args:
-            scale: What they are multiplied by.
-            own: Members that keep their gradients; the views become the others'.
-
-        Returns:
-            Whether they were taken; if not, all are as they were.
-        """
-        if len(self.members) == 1:  # most of a large model: it costs little more than the call
-            return self._take_one(scale, own)
-        with collections_paused():  # to look at a gradient makes an object of it, which is gone when it was taken
-            return self._take_all(scale, own)
-
-    def _take_one(self, scale: float | None, own: Collection[int]) -> bool:
-        parameter, view = self.parameters[0], self.views[0]
-        gradient = parameter.grad
-        if gradient is None or gradient.layout != torch.strided:
-            return False
-        _copy(gradient, view, scale)
-        if self.members[0] not in own:
-            parameter.grad = view
-        return True
-
-    def _take_all(self, scale: float | None, own: Collection[int]) -> bool:
-        gradients = list(map(_grad, self.parameters))
-        if any(map(operator.is_, gradients, itertools.repeat(None))):
-            return False
-        if any(map(operator.is_, gradients, self.views)):
-            if not all(map(operator.is_, gradients, self.views)):
-                return False
-            if scale is not None:
-                self.region.mul_(scale)
-        else:
-            try:
-                self._gather(gradients, scale)
-            except RuntimeError:  # one of them is sparse, or shares memory with another bucket's
-                return False
-        for member, parameter, view in zip(self.members, self.parameters, self.views, strict=True):
-            if member not in own:
-                parameter.grad = view
-        return True
-
-    def _gather(self, gradients: list[torch.Tensor], scale: float | None) -> None:
-        for part, target in self._joined:
-            torch.cat(gradients[part], out=target)
-            if scale is not None:
-                target.mul_(scale)
-        if scale is None and len(self._apart) > 1:
-            torch._foreach_copy_([target for _, target in self._apart], [gradients[place] for place, _ in self._apart])
-            return
-        for place, target in self._apart:
-            _copy(gradients[place], target, scale)
-
-
-def _copy(gradient: torch.Tensor, target: torch.Tensor, scale: float | None) -> None:
-    if scale is not None:
-        torch.mul(gradient, scale, out=target)
-    elif gradient is not target:
-        target.copy_(gradient)

@@ -18,8 +18,10 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
+from torchrelay._core import Taker
 from torchrelay._core import pieces as divide
 from torchrelay.data_parallel.averaging import Averager
+from torchrelay.data_parallel.collections_paused import collections_paused
 from torchrelay.data_parallel.comm_hook import CommHook, GradBucket, HookWork
 from torchrelay.data_parallel.lending import Loan, can_tell
 from torchrelay.data_parallel.piece import Piece, as_given, in_layout
@@ -60,11 +62,13 @@ class BucketStorage(abc.ABC):
         """At the beginning of a reduced backward."""
 
     def pieces(self) -> list[list[int]]:
-        """Members that `fill` can take when their gradients are there; none if there is nothing to gain."""
+        """Members whose gradients can be taken when they are all there; none if there is nothing to gain."""
         return []
 
-    def fill(self, piece: int) -> None:  # noqa: B027
-        """Takes the gradients of a piece, unless one is of another kind than expected: then `gather` does."""
+    @property
+    def taker(self) -> Taker | None:
+        """What takes them."""
+        return None
 
     @abc.abstractmethod
     def gather(self, unused: frozenset[int]) -> set[int]:
@@ -202,9 +206,8 @@ class DenseStorage(BucketStorage):
         }
         self._never_lent = frozenset(self._members if not as_views and not self._lends else apart)
         self._own: frozenset[int] = self._never_lent
-        self._filled: set[int] = set()
-        self._gathered = False
         self._kept: dict[int, torch.Tensor] = {}
+        self._taker = Taker(scale=self._scale)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -221,6 +224,8 @@ class DenseStorage(BucketStorage):
             region = self._gradients[offset : offset + size]
             self._pieces.append(Piece(group, kinds, parameters, region, lent=self._lends))
             start, offset = start + len(group), offset + size
+        given = [(one.members, one.parameters, one.views, one.region, one.joined) for one in self._pieces]
+        self._taker.lay(given)
         self._views = [view for piece in self._pieces for view in piece.views]
         self._loan = Loan(self._flat, self._views) if self._lends else None
 
@@ -229,12 +234,13 @@ class DenseStorage(BucketStorage):
 
         A gradient that is there already, and is none that was lent, is kept: its owner may know it by its memory.
         """
-        self._filled.clear()
-        self._gathered = False
-        if self._loan is None:
-            return
+        if self._loan is not None:
+            self._look(self._loan)
+        self._taker.open(self._own)
+
+    def _look(self, loan: Loan) -> None:
         gradients = list(map(_grad, self._parameters))
-        if self._loan.held(gradients):
+        if loan.held(gradients):
             self._allocate()
         self._own = self._never_lent
         if any(map(operator.is_not, gradients, itertools.repeat(None))):
@@ -245,23 +251,21 @@ class DenseStorage(BucketStorage):
             }
 
     def pieces(self) -> list[list[int]]:
-        """Members that `fill` can take when their gradients are there."""
+        """As for all buckets."""
         return self._groups if self._early else []
 
-    def fill(self, piece: int) -> None:
-        """Takes the gradients of a piece, unless `gather` was called meanwhile."""
-        if not self._gathered and self._pieces[piece].take(self._scale, self._own):
-            self._filled.add(piece)
+    @property
+    def taker(self) -> Taker:
+        """As for all buckets."""
+        return self._taker
 
     def gather(self, unused: frozenset[int]) -> set[int]:
         """As for all buckets."""
         bare: set[int] = set()
-        self._gathered = True
-        for number, piece in enumerate(self._pieces):
-            if number in self._filled:
-                continue
-            if not unused.isdisjoint(piece.members) or not piece.take(self._scale, self._own):
-                bare |= self._gather_each(piece, unused)
+        if left := self._taker.gather(unused):
+            with collections_paused():
+                for number in left:
+                    bare |= self._gather_each(self._pieces[number], unused)
         return bare
 
     def _gather_each(self, piece: Piece, unused: frozenset[int]) -> set[int]:
@@ -303,7 +307,7 @@ class DenseStorage(BucketStorage):
 
     def gather_nothing(self) -> None:
         """As for all buckets."""
-        self._gathered = True
+        self._taker.close()
         for member, parameter, view in zip(self._members, self._parameters, self._views, strict=True):
             if parameter.grad is view:
                 self._kept[member] = view.clone()
@@ -317,9 +321,9 @@ class DenseStorage(BucketStorage):
             reals = torch.view_as_real(self._gradients).view(-1) if self._gradients.is_complex() else self._gradients
             self._call(self._hook, reals, reals[:], self._parameters)  # a hook may resize it
             return
-        if self._scale is not None:
+        if self._scale is not None and self._joined:
             self.tail.mul_(self._scale)
-        if self._flat.numel():
+        if self._size or self._joined:
             self._works.append(average.start(self._flat, scaled=self._scale is not None))
 
     @property

@@ -2,6 +2,7 @@
 
 mod balance;
 mod buckets;
+mod contents;
 mod convert;
 mod errors;
 
@@ -10,6 +11,7 @@ mod readiness;
 mod schedule;
 mod skip;
 mod streams;
+mod taker;
 
 /// Plans for data- and pipeline-parallel training.
 #[pyo3::pymodule]
@@ -26,6 +28,8 @@ mod _core {
         agreed_order, assign_buckets, buckets_by_arrival, pieces, reduction_end, verify_buckets,
     };
     #[pymodule_export]
+    use crate::contents::same_contents;
+    #[pymodule_export]
     use crate::partition::verify_partition;
     #[pymodule_export]
     use crate::readiness::{Readiness, ReadinessHook};
@@ -38,6 +42,8 @@ mod _core {
     use crate::skip::verify_skips;
     #[pymodule_export]
     use crate::streams::{StreamOperation, StreamPlan, plan_streams};
+    #[pymodule_export]
+    use crate::taker::Taker;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -6,16 +6,28 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyWeakrefReference;
 use torchrelay_core::{Phase, Readiness as Tracker};
 
 use crate::errors::to_py;
+use crate::taker::Taker;
 
 struct Shared {
     tracker: Mutex<Tracker>,
     begin: Py<PyAny>,
     launch: Py<PyAny>,
-    fill: Option<Py<PyAny>>,
+    take: Option<Py<PyAny>>,
+    lock: Option<Py<PyAny>>,
+    takers: Mutex<Arc<[Place]>>,
+    records: Py<PyAny>,
+}
+
+/// What takes a piece, and the piece's number there. It refers to parameters, whose hooks are here: so it is not kept.
+struct Place {
+    taker: Py<PyWeakrefReference>,
+    number: usize,
 }
 
 impl Shared {
@@ -29,37 +41,60 @@ impl Shared {
             self.begin.call0(py)?;
         }
         let progress = self.lock().mark(index);
-        if let (Some(piece), Some(fill)) = (progress.piece, &self.fill) {
-            fill.call1(py, (piece,))?;
+        if let Some(piece) = progress.piece {
+            self.take_piece(py, piece)?;
         }
         if let Some(stop) = progress.stop {
             self.launch.call1(py, (stop,))?;
         }
         Ok(())
     }
+
+    fn take_piece(&self, py: Python<'_>, piece: usize) -> PyResult<()> {
+        let takers = Arc::clone(&self.takers.lock().unwrap_or_else(PoisonError::into_inner));
+        let found = match takers.get(piece) {
+            Some(place) => place.taker.bind(py).upgrade_as::<Taker>()?.map(|taker| (taker, place.number)),
+            None => None,
+        };
+        let (Some((taker, number)), Some(lock), false) =
+            (found, &self.lock, self.records.call0(py)?.is_truthy(py)?)
+        else {
+            return self.take.as_ref().map_or(Ok(()), |take| take.call1(py, (piece,)).map(drop));
+        };
+        lock.call_method0(py, intern!(py, "acquire"))?;
+        let result = taker.get().take_once(py, number);
+        lock.call_method0(py, intern!(py, "release"))?;
+        result
+    }
 }
 
 /// Counts the gradients of a backward; see `torchrelay_core::Readiness`.
 ///
 /// `begin` is called at a backward's first gradient and shall call `start`; `launch` gets the number of buckets that may
-/// be launched by now; `fill`, the number of a piece that is complete. They should refer to their owner weakly: the hooks live as long as the parameters.
+/// be launched by now; `take`, the number of a piece that is complete and has no taker, or whose taking autograd would
+/// record. They should refer to their owner weakly: the hooks live as long as the parameters. `lock` is held while a
+/// taker takes a piece.
 #[pyclass(frozen, module = "torchrelay._core")]
 pub struct Readiness(Arc<Shared>);
 
 #[pymethods]
 impl Readiness {
     #[new]
-    #[pyo3(signature = (parameters, buckets, *, begin, launch, fill=None))]
+    #[pyo3(signature = (parameters, buckets, *, begin, launch, take=None, lock=None))]
     #[allow(clippy::needless_pass_by_value)] // what pyo3 converts is owned
     fn new(
+        py: Python<'_>,
         parameters: usize,
         buckets: Vec<Vec<usize>>,
         begin: Py<PyAny>,
         launch: Py<PyAny>,
-        fill: Option<Py<PyAny>>,
+        take: Option<Py<PyAny>>,
+        lock: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let tracker = Mutex::new(Tracker::new(parameters, &buckets).map_err(to_py)?);
-        Ok(Self(Arc::new(Shared { tracker, begin, launch, fill })))
+        let takers = Mutex::new(Arc::default());
+        let records = py.import("torch")?.getattr("is_grad_enabled")?.unbind();
+        Ok(Self(Arc::new(Shared { tracker, begin, launch, take, lock, takers, records })))
     }
 
     /// The hook for one parameter.
@@ -123,10 +158,17 @@ impl Readiness {
         self.0.lock().rearrange(&buckets).map_err(to_py)
     }
 
-    /// Divides the buckets into pieces.
+    /// Divides the buckets into pieces; for each, if given, its taker and its number there.
+    #[pyo3(signature = (pieces, takers=Vec::new()))]
     #[allow(clippy::needless_pass_by_value)] // what pyo3 converts is owned
-    fn divide(&self, pieces: Vec<Vec<usize>>) -> PyResult<()> {
-        self.0.lock().divide(&pieces).map_err(to_py)
+    fn divide(&self, pieces: Vec<Vec<usize>>, takers: Vec<(Bound<'_, Taker>, usize)>) -> PyResult<()> {
+        let places = takers
+            .into_iter()
+            .map(|(taker, number)| Ok(Place { taker: PyWeakrefReference::new(&taker)?.unbind(), number }))
+            .collect::<PyResult<Arc<[Place]>>>()?;
+        self.0.lock().divide(&pieces).map_err(to_py)?;
+        *self.0.takers.lock().unwrap_or_else(PoisonError::into_inner) = places;
+        Ok(())
     }
 
     /// Parameters in the order in which their gradients arrived in this backward.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torchrelay._core import Readiness
+from torchrelay._core import Readiness, Taker
 from torchrelay.data_parallel.gradient_hooks import GradientHooks
 from torchrelay.data_parallel.parameters import Inventory
 from torchrelay.data_parallel.replicas import Replicas
@@ -28,7 +28,8 @@ class Arrivals:
         replicas: The module's replicas, if it has any besides itself.
         begin: Called at the first gradient of a backward.
         launch: Called with a number of buckets: so many of the first ones are complete.
-        fill: Called with the number of a piece (see `divide`) that is complete.
+        take: Called with the number of a piece (see `divide`) that is complete, in a backward with create_graph.
+        lock: Held while one is taken otherwise.
 
     Attributes:
         close: Takes the hooks off the parameters.
@@ -42,14 +43,15 @@ class Arrivals:
         *,
         begin: Callable[[], object],
         launch: Callable[[int], object],
-        fill: Callable[[int], object],
+        take: Callable[[int], object],
+        lock: object,
     ) -> None:
         leaves: list[torch.Tensor] = list(inventory.tensors)
         if replicas is not None:
             leaves += replicas.copies_of(inventory.tensors)
         self._names = inventory.names
         self._copies = len(leaves) // len(self._names)
-        self._readiness = Readiness(len(leaves), self._counted(plan), begin=begin, launch=launch, fill=fill)
+        self._readiness = Readiness(len(leaves), self._counted(plan), begin=begin, launch=launch, take=take, lock=lock)
         self._hooks = GradientHooks(leaves, map(self._readiness.hook, range(len(leaves))))
         self.close = weakref.finalize(self, self._hooks.remove)
         self.close.atexit = False
@@ -154,6 +156,6 @@ class Arrivals:
         """There are other buckets now."""
         self._readiness.rearrange(self._counted(plan))
 
-    def divide(self, pieces: Sequence[Sequence[int]]) -> None:
-        """Tells of these groups of parameters, too, by their numbers, when all gradients of a group are there."""
-        self._readiness.divide(pieces)
+    def divide(self, pieces: Sequence[Sequence[int]], takers: Sequence[tuple[Taker, int]]) -> None:
+        """Lets gradients of these groups of parameters be taken, each by its taker, when all of the group are there."""
+        self._readiness.divide(pieces, takers)

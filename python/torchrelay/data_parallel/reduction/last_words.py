@@ -39,8 +39,13 @@ class LastWords:
         self._last = last
         self._parameters = parameters
         self._progress = progress
+        self._usual: torch.Tensor | None = None
 
     # The memory may be another one in each backward.
+
+    @property
+    def _words(self) -> torch.Tensor:
+        return self._last.tail[: self._parameters + self._progress.ranks]
 
     @property
     def _used(self) -> torch.Tensor:
@@ -57,12 +62,18 @@ class LastWords:
 
     def say(self, unused: frozenset[int], *, failed: bool) -> None:
         """This rank has gradients for all but these parameters."""
+        usual = not (unused or failed or self._progress.unreduced)
+        if usual and self._usual is not None:
+            self._words.copy_(self._usual)
+            return
         used, status = self._used, self._status
         used.fill_(1)
         if unused:
             used[list(unused)] = 0
         status.zero_()
         status[self._progress.rank] = _FAILED if failed else 1 + min(self._progress.unreduced, _MOST_UNREDUCED)
+        if usual:
+            self._usual = self._words.clone()
 
     def say_nothing(self) -> None:
         """This rank has no gradient, and nothing counts that it has done before."""

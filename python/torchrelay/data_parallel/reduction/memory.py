@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from torchrelay._core import Taker
 from torchrelay.data_parallel.averaging import Averager
 from torchrelay.data_parallel.collections_paused import collections_paused
 from torchrelay.data_parallel.comm_hook import CommHook
@@ -30,13 +31,13 @@ class Memory:
         early: Whether gradients may be taken before a bucket's turn.
         lazy: Whether a bucket has memory from when its gradients are there to the end of the backward only.
         hook: What is called for a bucket in place of the average, if anything.
-        divide: Told which parameters' gradients can be taken together before the bucket's turn.
+        divide: Told which parameters' gradients can be taken together before the bucket's turn, and what takes them.
 
     Attributes:
         lazy: As given: it is to be released after each backward.
         size: How many buckets there are to be sent in a backward, once it is open.
         storages: For each bucket its memory; for the first ones, while they get it one by one.
-        pieces: For each of the groups that `divide` was told: the memory that takes it, and its number there.
+        pieces: For each of the groups that `divide` was told: what takes it, and its number there.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Memory:
         early: bool,
         lazy: bool,
         hook: CommHook | None,
-        divide: Callable[[Sequence[Sequence[int]]], None],
+        divide: Callable[[Sequence[Sequence[int]], Sequence[tuple[Taker, int]]], None],
     ) -> None:
         self._parameters = inventory.tensors
         self._progress = progress
@@ -62,7 +63,7 @@ class Memory:
         self._had: frozenset[int] = frozenset()
         self.size = 0
         self.storages: list[BucketStorage] = []
-        self.pieces: list[tuple[BucketStorage, int]] = []
+        self.pieces: list[tuple[Taker, int]] = []
         self._words: LastWords | None = None
 
     def open(self) -> None:
@@ -122,8 +123,13 @@ class Memory:
     def _complete(self) -> None:
         self._words = LastWords(self.storages[-1], len(self._parameters), self._progress)
         if not self.lazy:
-            self.pieces = [(storage, number) for storage in self.storages for number, _ in enumerate(storage.pieces())]
-            self._divide([group for storage in self.storages for group in storage.pieces()])
+            groups = [
+                (group, storage.taker, number)
+                for storage in self.storages
+                for number, group in enumerate(storage.pieces())
+            ]
+            self.pieces = [(taker, number) for _, taker, number in groups if taker is not None]
+            self._divide([group for group, _, _ in groups], self.pieces)
 
     def _storage(self, bucket: Bucket, *, is_last: bool) -> BucketStorage:
         plan, extra = self._progress.plan, 0

@@ -120,13 +120,15 @@ class Reducer:
         self._order: Order | None = None
         if replan is not None and (len(plan.buckets) > 1 or always or hook is not None):
             self._order = Order(len(self._names), replan, self._progress, group, watch, device)
+        self._lock = threading.RLock()
         self._arrivals = Arrivals(
             inventory,
             plan,
             replicas,
             begin=weakly(self._first_gradient),
             launch=weakly(self._launch_ready),
-            fill=weakly(self._fill),
+            take=weakly(self._take),
+            lock=self._lock,
         )
         self._memory = Memory(
             inventory,
@@ -140,7 +142,6 @@ class Reducer:
         )
         parts = Parts(inventory, self._memory, self._arrivals, average, watch, self._progress, replicas)
         self._sender = Sender(parts) if hook is None else HookedSender(parts, hook)
-        self._lock = threading.RLock()
         self._successor: BucketPlan | None = None
         self._reducing = False
         self._finished = False
@@ -255,14 +256,10 @@ class Reducer:
 
     # --- gradients arrive
 
-    def _fill(self, piece: int) -> None:
-        storage, number = self._memory.pieces[piece]
-        with self._lock:
-            if torch.is_grad_enabled():  # in a backward with create_graph; else entering would cost as much as the rest
-                with torch.no_grad():
-                    storage.fill(number)
-            else:
-                storage.fill(number)
+    def _take(self, piece: int) -> None:
+        taker, number = self._memory.pieces[piece]
+        with self._lock, torch.no_grad():
+            taker.arrive(number)
 
     def _launch_ready(self, stop: int) -> None:
         with self._lock, torch.no_grad():

@@ -7,7 +7,6 @@ a rank that fails sends what it still owes the others, with nothing in it.
 import dataclasses
 
 from torchrelay.data_parallel.averaging import Averager
-from torchrelay.data_parallel.collections_paused import collections_paused
 from torchrelay.data_parallel.parameters import Inventory
 from torchrelay.data_parallel.reduction.arrivals import Arrivals
 from torchrelay.data_parallel.reduction.memory import Memory
@@ -95,8 +94,8 @@ class Sender:
         storage = memory.storages[self._launched]
         if self._replicas is not None:
             self._replicas.add_up([self._parameters[member] for member in storage.bucket.members])
-        with collections_paused():
-            self._bare |= storage.gather(unused)
+        if bare := storage.gather(unused):
+            self._bare |= bare
         if self._launched + 1 == memory.size:  # by now all gradients have been gathered
             memory.words.say(unused | self._bare, failed=bool(self._arrivals.late()))
         self._launched += 1  # from here on something of it may have been sent
