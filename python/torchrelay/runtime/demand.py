@@ -25,7 +25,7 @@ import torch
 
 from torchrelay.runtime.generators import Source, Turn
 
-__all__ = ["Note", "is_available", "refuse_within_checkpoint", "run_free", "turn_is_needed", "watched"]
+__all__ = ["Note", "is_available", "refuse_within_checkpoint", "run_free", "sees", "turn_is_needed", "watched"]
 
 T = TypeVar("T")
 Note: TypeAlias = Callable[[int, int, Any], None]
@@ -42,6 +42,9 @@ class Asked(Protocol):
 
     def begun(self, i: int, j: int) -> tuple[Sequence[Source], int]:
         """The generators that partition `j` reaches, in the order in which all take them; the task's seed."""
+
+    def took(self, i: int, j: int, turns: Sequence[Turn]) -> None:
+        """The task has taken its turns, and goes on within the layer that is about to draw."""
 
     def noted(self, i: int, j: int, turns: Sequence[Turn], note: Note | None) -> None:
         """The task is at its end, and has taken these turns."""
@@ -69,6 +72,7 @@ class _Demand:
             turn = Turn(source, seed)
             self._turns.append(turn)  # before it begins: whatever interrupts that, it is ended
             turn.begin()
+        self._task.asked.took(self._task.i, self._task.j, self._turns)
 
     def tell(self) -> None:
         asked, i, j, note = self._task
@@ -79,8 +83,14 @@ class _Demand:
             turn.end()
 
 
+class _Seen:
+    """A task that is asked whether it draws; whatever it does with the generator's state."""
+
+    draws = False
+
+
 class _State(threading.local):
-    task: "_Free | _Demand | None" = None
+    task: "_Free | _Demand | _Seen | None" = None
 
 
 _state = _State()
@@ -110,6 +120,19 @@ def run_free(asked: Asked, i: int, j: int, note: Note | None, task: Callable[[],
                 demand.end()
             finally:  # an interruption as the other begins
                 demand.end()
+
+
+def sees(task: Callable[[], T]) -> tuple[T, bool]:
+    """The result of a task that has its turn, within :func:`watched`, and whether it drew.
+
+    A layer that seeds the generator, draws, and puts back what was there leaves no other trace.
+    """
+    before, seen = _state.task, _Seen()
+    _state.task = seen
+    try:
+        return task(), seen.draws
+    finally:
+        _state.task = before
 
 
 def turn_is_needed() -> None:
@@ -216,8 +239,12 @@ def _kernel(operation: Any) -> Callable[..., Any]:
         )
 
     def kernel(*arguments: Any, **keywords: Any) -> Any:
-        if isinstance(_state.task, _Free) and draws(arguments, keywords) and not _is_compiling():
-            turn_is_needed()
+        task = _state.task
+        if isinstance(task, (_Free, _Seen)) and draws(arguments, keywords) and not _is_compiling():
+            if isinstance(task, _Seen):
+                task.draws = True
+            else:
+                turn_is_needed()
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_key())):
             return operation(*arguments, **keywords)
 

@@ -17,11 +17,12 @@ The watch is no proof: it sees a use between two turns, but not every one within
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from torchrelay.runtime.demand import Note, is_available, refuse_within_checkpoint, run_free
+from torchrelay.runtime.demand import Note, is_available, refuse_within_checkpoint, run_free, sees
+from torchrelay.runtime.failure import layer_under_way
 from torchrelay.runtime.generators import Source, Turn, sets
 
 __all__ = ["Drawn", "HalfDraws", "HalfWatch"]
@@ -89,8 +90,9 @@ class HalfDraws:
         self._rows = rows
         self._watch = watch
         self._every_task = watch.every_task
-        self._asks_who_sets = watch.draws or others_draw
-        self._late = False
+        self._asks_who_sets = watch.draws or others_draw or not is_available()
+        self._late: _Place | None = None  # where a generator is touched that the partition's first task did not touch
+        self._found_set: _Place | None = None  # where one was drawn from that somebody had set out of turn
         self.free = [False] * len(devices)
         self._begun = [False] * len(devices)
         self.drew: list[set[torch.device]] = [set() for _ in devices]
@@ -115,7 +117,7 @@ class HalfDraws:
         seed = self._seed_of(i, j)
         if self._begun[j] and not self._every_task:
             return self.in_turn(self.touched[j], seed, task, found)
-        return self._watched(j, seed, task, found)
+        return self._watched(i, j, seed, task, found)
 
     def run_free(self, i: int, j: int, task: Callable[[], T], note: Note | None = None) -> T:
         """Run a task of a partition that is :attr:`free`; it takes its turn if it draws, and tells `note` then."""
@@ -125,6 +127,13 @@ class HalfDraws:
         """For `demand`."""
         refuse_within_checkpoint(i, j)
         return [source for device, source in self._sources.items() if device in self._mine[j]], self._seed_of(i, j)
+
+    def took(self, i: int, j: int, turns: Sequence[Turn]) -> None:
+        """For `demand`: somebody may have set a generator before that, without a turn; this layer itself, perhaps."""
+        for turn in turns:
+            if turn.device in self._marks and not turn.found(self._marks[turn.device]):
+                self._strangers.add(turn.device)
+                self._found_set = self._found_set or _Place(i, j, layer_under_way())
 
     def noted(self, i: int, j: int, turns: Sequence[Turn], note: Note | None) -> None:
         """For `demand`."""
@@ -136,14 +145,17 @@ class HalfDraws:
         if note is not None and drew:
             note(i, j, drawn)
 
-    def _watched(self, j: int, seed: int, task: Callable[[], T], found: Callable[[Drawn], None]) -> T:
+    def _watched(self, i: int, j: int, seed: int, task: Callable[[], T], found: Callable[[Drawn], None]) -> T:
         mine = self._mine[j]
         drew: set[torch.device] = set()
         touched: set[torch.device] = set()
+        drew_unseen: set[torch.device] = set()
 
         def asking() -> T:
             if not self._asks_who_sets:
-                return task()
+                result, has_drawn = sees(task)
+                drew_unseen.update(mine if has_drawn else ())
+                return result
             result, generators = sets(task)
             touched.update(d for d in mine if generators is None or self._sources[d].generator in generators)
             return result
@@ -153,8 +165,10 @@ class HalfDraws:
             found(drawn)
 
         result = self.in_turn(mine, seed, asking, ask)
-        touched |= drew
-        self._late = self._late or (self._begun[j] and not touched <= self.touched[j])
+        # What it drew and the state does not show, it drew from a seed of its own, which others must not come between.
+        touched |= drew or drew_unseen
+        if self._begun[j] and not touched <= self.touched[j]:
+            self._late = self._late or _Place(i, j, None)
         self.drew[j] |= drew
         self.touched[j] |= touched
         self._begun[j] = True
@@ -217,26 +231,53 @@ class HalfDraws:
         if not self._every_task:
             if self._strangers and not watch.is_cleared:
                 watch.suspected = self.touched
-            if self._between_turns and not watch.is_cleared:
-                warnings.warn(
+            if self._found_set is not None and not watch.is_cleared:
+                _warn(
+                    f"{self._found_set} began to draw random numbers in this {self._half}, and found that somebody had "
+                    f"set the generator meanwhile who had no turn: if it was the layer itself, what it set was not "
+                    f"heeded; if it was another partition, the result depended on timing. The next step will tell. "
+                    f"{_REMEDY}"
+                )
+            elif self._between_turns and not watch.is_cleared:
+                _warn(
                     f"something drew random numbers on {min(map(str, self._strangers))} out of turn in this "
-                    f"{self._half}: if that was a layer which drew none for the first micro-batch, the result depended "
-                    f"on timing. The next step will tell",
-                    RuntimeWarning,
-                    stacklevel=2,
+                    f"{self._half}, or set the generator: if that was a layer which did not for the first micro-batch, "
+                    f"the result depended on timing. The next step will tell which. {_REMEDY}"
                 )
             return
         before, watch.suspected = watch.suspected, None
-        watch.layers_draw_late = self._late
+        watch.layers_draw_late = self._late is not None
         if before is None:
             return
-        if self._late or any(now - then for now, then in zip(self.touched, before, strict=True)):
-            warnings.warn(
-                f"in the {self._half} of the step before, a layer drew random numbers for some micro-batch though its "
-                f"partition had drawn none for the first: that step's result depended on timing. This one's does not, "
-                f'nor will later ones while it goes on; executor="serial" never does',
-                RuntimeWarning,
-                stacklevel=2,
+        changed = [j for j, (now, then) in enumerate(zip(self.touched, before, strict=True)) if now - then]
+        if self._late is not None or changed:
+            where = self._late or f"a layer of partition {changed[0]}"
+            _warn(
+                f"{where} drew random numbers in this {self._half}, or set the generator, though its partition had "
+                f"not for the first micro-batch of the step before: that step's result depended on timing. This one's "
+                f"does not, nor will later ones while it goes on, but now all tasks take turns. {_REMEDY}"
             )
         else:
             watch.is_cleared = True
+
+
+class _Place(NamedTuple):
+    """Where something happened."""
+
+    microbatch: int
+    partition: int
+    layer: str | None
+
+    def __str__(self) -> str:
+        layer = "a layer" if self.layer is None else f"layer {self.layer!r}"
+        return f"{layer} of partition {self.partition}, for micro-batch {self.microbatch},"
+
+
+_REMEDY = (
+    "Let the layer draw for every micro-batch or for none, draw from a torch.Generator of its own, or leave torch's "
+    "generator as it is"
+)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from torch import nn
 
 from torchrelay.runtime.partition import Partition
 
-__all__ = ["locate"]
+__all__ = ["layer_under_way", "locate"]
 
 
 def locate(
@@ -28,6 +28,17 @@ def locate(
     elif stood is not None:
         names = names[stood[0] : stood[1] + 1]
     failure.add_note(f"in {phase} of micro-batch {i} on partition {j}{_listed(names)}")
+
+
+def layer_under_way() -> str | None:
+    """The layer that this thread calls in a forward, by its name; None in a backward."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is Partition.forward.__code__:
+            name: str | None = frame.f_locals.get("name")
+            return name
+        frame = frame.f_back
+    return None
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -160,6 +160,10 @@ class Turn:
             self._outside = None
         self._source.give_back(self)
 
+    def found(self, mark: tuple[bytes, int]) -> bool:
+        """Whether the generator was where :meth:`Source.mark` noted as the turn began (see :meth:`Source.is_at`)."""
+        return self._outside is None or _ADVANCES[self.device] != mark[1] or _bytes(self._outside) == mark[0]
+
     def drawn(self) -> tuple[int, ...] | None:
         """How far the generator has gone since it was seeded, the same for as many draws whatever the seed; or None.
 
