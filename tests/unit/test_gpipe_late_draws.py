@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpipe_support import Call, assert_close, loss_of, rows, split
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchrelay import GPipe
 from torchrelay.runtime.demand import _key, is_available
 
@@ -141,3 +142,27 @@ def test_layers_that_the_compiler_compiles_anew_within_a_step() -> None:
                 assert torch.equal(torch.get_rng_state(), before)
     finally:
         torch.compiler.reset()
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_layers_that_checkpoint_themselves_leave_the_generator_as_it_was(mode: str) -> None:
+    """Each puts back in its backward what it found; two at the same time, what the other had set."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, value: Tensor) -> Tensor:
+            return checkpoint(self.inner, value, use_reentrant=False)
+
+    module = nn.Sequential(nn.Linear(4, 4), Checkpointed(), nn.Linear(4, 4), Checkpointed()).double()
+    model = split(module, [2, 2], chunks=8, executor="lanes")
+    model.checkpoint = mode
+    value = rows(16, 4)
+    before = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(60):
+            loss_of(model(value)).backward()
+            assert torch.equal(torch.get_rng_state(), before)

@@ -205,6 +205,11 @@ class Backwards:
                 "first backward retain_graph=True"
             )
         for k in left.input.written():
+            if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
+                raise RuntimeError(
+                    f"tensor {k} of the input was written on since the forward, which allow_mutation_on_saved_tensors "
+                    f"does not see of a pipeline's micro-batches: write on a clone"
+                )
             left.tasks[0].tell_write(k)
         if left.determinism is not None:
             left.determinism.check()

@@ -45,6 +45,8 @@ class HalfWatch:
         self.is_cleared = False  # it was not a layer: there is no need to ask again
         # Whether anything drew in the last step, as far as is known: else nobody is harmed by who sets a generator.
         self.draws = True
+        # Whether layers set a generator and put it back, as those do that checkpoint themselves.
+        self.sets = False
 
     @property
     def every_task(self) -> bool:
@@ -95,6 +97,7 @@ class HalfDraws:
         self._found_set: _Place | None = None  # where one was drawn from that somebody had set out of turn
         self.free = [False] * len(devices)
         self._begun = [False] * len(devices)
+        self._state_tells = [True] * len(devices)
         self.drew: list[set[torch.device]] = [set() for _ in devices]
         self.touched: list[set[torch.device]] = [set() for _ in devices]
         self._places: list[dict[tuple[torch.device, int], tuple[int, ...] | None]] = [{} for _ in devices]
@@ -155,12 +158,17 @@ class HalfDraws:
             if not self._asks_who_sets:
                 result, has_drawn = sees(task)
                 drew_unseen.update(mine if has_drawn else ())
+                # Where free tasks set the generator, as may be now, what has become of it since tells nothing.
+                self._state_tells[j] = has_drawn or not self._watch.sets
                 return result
             result, generators = sets(task)
+            self._watch.sets = self._watch.sets or bool(generators)
             touched.update(d for d in mine if generators is None or self._sources[d].generator in generators)
             return result
 
         def ask(drawn: Drawn) -> None:
+            if not self._state_tells[j]:
+                drawn = dict.fromkeys(drawn)
             drew.update(device for device, place in drawn.items() if place is not None)
             found(drawn)
 
@@ -216,7 +224,11 @@ class HalfDraws:
 
     def settle(self, source: Source) -> None:
         """After the last task, in a turn."""
-        if source.device in self._marks and not source.is_at(self._marks[source.device]):
+        if source.device not in self._marks or source.is_at(self._marks[source.device]):
+            return
+        if self._watch.sets and not self._asks_who_sets and not any(self.touched):
+            source.go_back(self._marks[source.device])  # two of them put back what each other had set
+        else:
             self._strangers.add(source.device)
             self._between_turns = True
 

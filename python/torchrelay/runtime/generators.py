@@ -128,6 +128,10 @@ class Source:
         """Whether the caller's generator is where it was, or steps of other threads have advanced it."""
         return _ADVANCES[self.device] != mark[1] or _bytes(self.state()) == mark[0]
 
+    def go_back(self, mark: tuple[bytes, int]) -> None:
+        """Put the generator where it was; call in a turn."""
+        self.generator.set_state(torch.frombuffer(bytearray(mark[0]), dtype=torch.uint8))
+
 
 class Turn:
     """One turn on a generator; and, at its end, what has been drawn in it, if it was seeded."""

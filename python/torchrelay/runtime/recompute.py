@@ -4,6 +4,7 @@ A recomputation sees what the forward saw: the caller's context, the random numb
 `buffers`).
 """
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -128,12 +129,21 @@ def checkpointed(task: Callable[[], T], inner: InnerBackwards) -> T:
         nonlocal has_left
         _state.checkpointing = True
         with torch.enable_grad(), saved_tensors_hooks(drop, take):
-            result = task()
+            try:
+                result = task()
+            except RuntimeError as failure:
+                _tell_of_hooks(failure)
+                raise
         has_left = True
         inner.happen = bool(inner.happen)
         return result
 
     return _restored(run, restore)
+
+
+def _tell_of_hooks(failure: RuntimeError) -> None:
+    if sys.version_info >= (3, 11) and "saved tensor hooks" in str(failure):
+        failure.add_note('a forward that is to be recomputed has such hooks: this layer needs checkpoint="never"')
 
 
 def recomputed(task: Callable[[], T]) -> T:
