@@ -104,13 +104,11 @@ class GPipe(nn.Module):
             raise TypeError(f"module must be an nn.Sequential, so that it can be split, but is a {_type_name(module)}")
         _refuse_lazy(module)
         self.chunks = chunks
-        _one_of("checkpoint", checkpoint, "always", "except_last", "never")
-        _one_of("executor", executor, "auto", "lanes", "serial")
+        self.checkpoint = checkpoint
+        self.executor = executor
+        self.batch_dim = batch_dim
         balance = None if balance is None else list(balance)
         self.plan = plan_partitions(module, balance, _devices(devices, 0 if balance is None else len(balance)))
-        self.checkpoint: str = checkpoint
-        self.executor = executor
-        self.batch_dim = _count("batch_dim", batch_dim, 0)
         self.balance = [len(partition.layers) for partition in self.plan.partitions]
         self.devices = [torch.device(partition.device) for partition in self.plan.partitions]
         partitions = [
@@ -140,6 +138,33 @@ class GPipe(nn.Module):
     @chunks.setter
     def chunks(self, chunks: int) -> None:
         self._chunks = _count("chunks", chunks, 1)
+
+    @property
+    def checkpoint(self) -> str:
+        """Which micro-batches are recomputed; may be changed between steps."""
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: str) -> None:
+        self._checkpoint = _one_of("checkpoint", checkpoint, "always", "except_last", "never")
+
+    @property
+    def executor(self) -> str:
+        """How the plan is carried out; may be changed between steps."""
+        return self._executor
+
+    @executor.setter
+    def executor(self, executor: str) -> None:
+        self._executor = _one_of("executor", executor, "auto", "lanes", "serial")
+
+    @property
+    def batch_dim(self) -> int:
+        """The dimension that is cut; may be changed between steps."""
+        return self._batch_dim
+
+    @batch_dim.setter
+    def batch_dim(self, batch_dim: int) -> None:
+        self._batch_dim = _count("batch_dim", batch_dim, 0)
 
     def forward(self, input: Any) -> Any:  # noqa: A002 - torch's name
         """The module's output for a mini-batch, computed in at most :attr:`chunks` micro-batches.
@@ -225,7 +250,7 @@ class GPipe(nn.Module):
         return restore_batch_norm(nn.Sequential(OrderedDict(layers)))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        own = f"{prefix}partitions."
+        own = tuple(f"{prefix}partitions.{p.index}.{name}." for p in self.plan.partitions for name in p.layers)
         if not any(key.startswith(own) for key in state_dict):
             self._take_plain_keys(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -253,6 +278,12 @@ class GPipe(nn.Module):
         if torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
             self._refuse_moving()
         return super().to(*args, **kwargs)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> "GPipe":
+        """As `nn.Module.to_empty` for the device None, which leaves each partition where it is; else a TypeError."""
+        if device is not None:
+            self._refuse_moving()
+        return super().to_empty(device=device, recurse=recurse)
 
     def _refuse_moving(self) -> NoReturn:
         raise TypeError("the partitions of a GPipe have devices of their own: give `devices` when it is made")
@@ -294,9 +325,10 @@ def _with_index(device: torch.device) -> torch.device:
     return device
 
 
-def _one_of(name: str, value: object, *allowed: str) -> None:
+def _one_of(name: str, value: str, *allowed: str) -> str:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, but is {value!r}")
+    return value
 
 
 def _count(name: str, value: int, least: int) -> int:
