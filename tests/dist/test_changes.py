@@ -1,10 +1,14 @@
 """A module that changes after it was wrapped: planned anew at the next forward, or an error with the parameter."""
 
+import datetime
+
+import pytest
 import torch
+import torch.distributed as dist
 from compare import add_mean, assert_equal_on_ranks, check_backward, check_step, inputs, loss, mlp, raised, wrap
 from ranks import on_ranks
 from torch import nn
-from torchrelay.errors import ReductionError
+from torchrelay.errors import RankMismatchError, ReductionError
 from ways import OPTIONS, every_option
 
 
@@ -146,3 +150,95 @@ def test_exchanged_parameters_have_their_hooks_again(rank, world, options):
     assert "gradients of 2.weight are this rank's own" in message
     for _ in range(2):
         check_step(wrapped, plain, samples)
+
+
+def unfreeze(module):
+    module[0].weight.requires_grad_(True)
+
+
+def add(module):
+    module.append(nn.Linear(4, 4).double())
+
+
+def cast(module):
+    module[2].float()
+
+
+def replace(module):
+    module[2].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+
+
+CHANGES = {
+    unfreeze: ["parameter 0 is [0.weight: ", "frozen] on rank 0, but [0.weight: ", "trainable] on rank 1"],
+    add: ["parameter 6 (6 in all against 8) is [absent] on rank 0, but [6.weight: "],
+    cast: ["parameter 2 is [2.weight: ", "float64, trainable] on rank 0, but [2.weight: ", "float32, trainable] on"],
+    replace: ["parameter 2.weight was replaced or removed after it was wrapped"],
+}
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@on_ranks
+def test_a_change_on_one_rank_only_is_named_on_all(rank, world, change, buffers):
+    """Long before the timeout, with both sides' values."""
+    module = mlp()
+    if buffers:
+        module[1].register_buffer("count", torch.zeros(1))
+    module[0].weight.requires_grad_(False)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=50))
+    wrapped, _ = wrap(module, process_group=group)
+    sample = inputs(world, 2, 4)[rank]
+    for _ in range(2):
+        loss(wrapped, sample).backward()
+    if rank == 1:
+        change(module)
+    message = raised(ReductionError, lambda: loss(wrapped, sample).backward())
+    for words in CHANGES[change]:
+        assert words in message
+    if change is not replace:
+        assert "new_group" in raised(ReductionError, lambda: loss(wrapped, sample).backward())
+
+
+@on_ranks
+def test_parameters_that_one_rank_alone_freezes_are_named_on_all(rank, world):
+    """At the end of the first backward without them; it works again with what the ranks have in common."""
+    module = mlp()
+    wrapped, plain = wrap(module)
+    samples = inputs(world, 2, 4)
+    check_step(wrapped, plain, samples)
+    module[2 * rank].weight.requires_grad_(False)
+    for _ in range(2):
+        message = raised(RankMismatchError, lambda: loss(wrapped, samples[rank]).backward())
+        assert "frozen] on rank 0, but [0.weight: " in message
+        assert "trainable] on rank 1" in message
+    module[2 * rank].weight.requires_grad_(True)
+    for _ in range(2):
+        check_step(wrapped, plain, samples)
+
+
+@every_option
+@on_ranks
+def test_parts_that_are_frozen_and_taken_back_in_turn_are_compared_once_each(rank, world, options):
+    """As the two networks of a GAN; the plan stays as it is."""
+    module = mlp()
+    wrapped, plain = wrap(module, **OPTIONS[options])
+    samples = inputs(world, 2, 4)
+    check_step(wrapped, plain, samples)
+    reducer = wrapped._connection.reducer
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            wrapped._connection, "_agree", lambda what, kept=wrapped._connection._agree: asked.append(kept(what))
+        )
+        for _ in range(3):
+            for frozen in (0, 2):
+                for one in (module, plain):
+                    one.requires_grad_(True)
+                    one[frozen].requires_grad_(False)
+                check_step(wrapped, plain, samples)
+    assert len(asked) == 2
+    assert wrapped._connection.reducer is reducer
+    if rank == 1:
+        module.requires_grad_(True)
+    message = raised(RankMismatchError, lambda: loss(wrapped, samples[rank]).backward())
+    assert "[2.weight: shape [4, 4], strides [4, 1], float64, frozen] on rank 0, but [2.weight: " in message

@@ -144,7 +144,7 @@ def test_who_is_missing_in_words(rank, world):
 
     def watch(mine, label="net"):
         one = Watch(dist.group.WORLD, datetime.timedelta(seconds=3), label)
-        one._rank, one._world_size, one._store = mine, 4, store
+        one.rank, one._world_size, one._store = mine, 4, store
         return one
 
     here = Place(5, 2, "bucket 2 of backward 5")

@@ -4,7 +4,7 @@ import hashlib
 import json
 import marshal
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torchrelay.data_parallel.waiting import Place, Watch
 from torchrelay.errors import RankMismatchError, ReductionError
 
-__all__ = ["agree"]
+__all__ = ["Entries", "agree", "first_difference", "not_there"]
 
 Entries: typing.TypeAlias = Sequence[str | tuple[object, ...]]
 
@@ -41,19 +41,25 @@ def agree(group: dist.ProcessGroup, watch: Watch, place: Place, what: Sequence[t
         if len(set(digests)) != 1:
             texts = [(name, [str(entry) for entry in entries]) for name, entries in what]
             everyone = _gather(group, watch, place, texts)
+    except RankMismatchError:  # found on the way, and told whole
+        raise
     except RuntimeError as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         if isinstance(error, ReductionError) and watch.limit is not None:
             reason = f"within {watch.limit.total_seconds():g} s"
-        raise ReductionError(
-            f"rank {dist.get_rank(group)} compares its module with those of the other ranks, but "
-            f"{watch.missing(place)} ({reason}). Every rank wraps its module, and changes its parameters (unfreezes, "
-            "casts, adds some), at the same point"
-        ) from error
+        raise not_there(watch, place, reason) from error
     watch.erase()
     if not everyone:
         return
-    raise RankMismatchError(first_difference(everyone))
+    raise RankMismatchError(first_difference(dict(enumerate(everyone))))
+
+
+def not_there(watch: Watch, place: Place, reason: str) -> ReductionError:
+    """Another rank has not come to a comparison."""
+    return ReductionError(
+        f"rank {watch.rank} compares its module with those of the other ranks, but {watch.missing(place)} ({reason}). "
+        "Every rank wraps its module, and changes its parameters (unfreezes, casts, adds some), at the same point"
+    )
 
 
 def _digest(what: Sequence[tuple[str, Entries]]) -> str:
@@ -62,20 +68,22 @@ def _digest(what: Sequence[tuple[str, Entries]]) -> str:
     return hashlib.sha256(marshal.dumps(plain, _NO_REFERENCES)).hexdigest()
 
 
-def first_difference(everyone: Sequence[Sequence[tuple[str, Sequence[str]]]]) -> str:
-    """Where the ranks' lists differ first, in words: the same words on every rank."""
-    for place, (name, zero) in enumerate(everyone[0]):
-        lists = [theirs[place][1] for theirs in everyone]
-        for position in range(max(map(len, lists))):
-            entries = [entries[position] if position < len(entries) else None for entries in lists]
-            if len(set(entries)) == 1:
+def first_difference(everyone: Mapping[int, Sequence[tuple[str, Sequence[str]]]]) -> str:
+    """Where the lists of these ranks differ first, in words: the same words on every rank."""
+    first = min(everyone)
+    for place, (name, zero) in enumerate(everyone[first]):
+        lists = {rank: theirs[place][1] for rank, theirs in everyone.items()}
+        for position in range(max(map(len, lists.values()))):
+            entries = {rank: one[position] if position < len(one) else None for rank, one in lists.items()}
+            if len(set(entries.values())) == 1:
                 continue
-            other = next(rank for rank, entry in enumerate(entries) if entry != entries[0])
-            counts = "" if len({*map(len, lists)}) == 1 else f" ({len(zero)} in all against {len(lists[other])})"
-            agreeing = [rank for rank, entry in enumerate(entries) if entry == entries[other]]
+            other = next(rank for rank in sorted(entries) if entries[rank] != entries[first])
+            same = len({*map(len, lists.values())}) == 1
+            counts = "" if same else f" ({len(zero)} in all against {len(lists[other])})"
+            agreeing = [str(rank) for rank in sorted(entries) if entries[rank] == entries[other]]
             return (
-                f"the ranks hold different models: {name} {position}{counts} is [{_shown(entries[0])}] on rank 0, "
-                f"but [{_shown(entries[other])}] on rank{'s' * (len(agreeing) > 1)} {', '.join(map(str, agreeing))}. "
+                f"the ranks hold different models: {name} {position}{counts} is [{_shown(entries[first])}] on rank "
+                f"{first}, but [{_shown(entries[other])}] on rank{'s' * (len(agreeing) > 1)} {', '.join(agreeing)}. "
                 "Build the same module, with the same parameters frozen and ignored, on every rank"
             )
     return "the ranks differ, but what they report is equal"

@@ -12,7 +12,7 @@ from torchrelay.data_parallel.launching import begin
 from torchrelay.data_parallel.layout import unflattened
 from torchrelay.data_parallel.parameters import BufferSlot, is_expanded
 from torchrelay.data_parallel.waiting import Place, Watch
-from torchrelay.errors import ReductionError
+from torchrelay.errors import RankMismatchError, ReductionError
 
 __all__ = ["BufferSync", "broadcast_from", "copy_to"]
 
@@ -87,6 +87,8 @@ class BufferSync:
             work = begin(dist.broadcast, message, group=self._group, group_src=source, async_op=True)
             assert work is not None  # every caller is a member of the group
             self._watch.wait(work, message.device, place)
+        except RankMismatchError:
+            raise
         except RuntimeError as error:
             raise ReductionError(
                 f"on rank {self._rank}, before the forward after {backward} reduced backwards, the buffers of rank "

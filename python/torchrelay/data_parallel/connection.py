@@ -7,17 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchrelay.data_parallel.agreement import agree
+from torchrelay.data_parallel.agreement import Entries, agree
 from torchrelay.data_parallel.broadcast import BufferSync, broadcast_from
+from torchrelay.data_parallel.changes import Changes
 from torchrelay.data_parallel.comm_hook import CommHook
 from torchrelay.data_parallel.fused import known_hooks, take_over
 from torchrelay.data_parallel.parameters import Inventory, is_expanded, take_inventory
 from torchrelay.data_parallel.planner import Planner
+from torchrelay.data_parallel.reduction.callbacks import weakly
 from torchrelay.data_parallel.reduction.reducer import Reducer
 from torchrelay.data_parallel.replicas import Replicas
 from torchrelay.data_parallel.step_times import StepTimes
 from torchrelay.data_parallel.switches import Switches
 from torchrelay.data_parallel.waiting import Place, Watch, time_limit
+from torchrelay.errors import ReductionError
 from torchrelay.planning.bucket_plan import BucketPlan
 
 __all__ = ["Connection"]
@@ -77,6 +80,8 @@ class Connection:
         self._lazy = lazy
         label = f"{type(module).__name__} of {len(self.inventory.lines)} parameters"
         self.watch = Watch(group, time_limit(group, timeout), label)
+        self._changes = Changes(self.watch)
+        self.watch.changes = weakly(self._look_for_changes)
 
     @property
     def device(self) -> torch.device:
@@ -106,27 +111,36 @@ class Connection:
             RankMismatchError: They have not; raised on every rank.
             ReductionError: Another rank did not come.
         """
-        self._agree(self.inventory)
+        self._agree(self._what(self.inventory))
 
-    def _agree(self, inventory: Inventory) -> None:
+    def _agree(self, what: "Sequence[tuple[str, Entries]]") -> None:
+        agree(self.group, self.watch, self._comparison, what)
+
+    @property
+    def _comparison(self) -> Place:
+        return Place(self.backwards, -1, "the comparison of the ranks' modules")
+
+    def _compare_again(self) -> None:
+        self._agree(self._what(take_inventory(self._module, self._ignored)))
+
+    def _look_for_changes(self) -> None:
+        self._changes.look(lambda: self._what(take_inventory(self._module, self._ignored)))
+
+    def _what(self, inventory: Inventory) -> "Sequence[tuple[str, Entries]]":
+        """What ranks compare."""
         limits, given = self._planner.words()
         buffers = [
             f"{slot.name}: shape {list(held.shape)}, {held.dtype}{_way_of(held)}"
             for slot in inventory.buffers
             if (held := slot.held) is not None
         ]
-        agree(
-            self.group,
-            self.watch,
-            Place(self.backwards, -1, "the comparison of the ranks' modules"),
-            [
-                ("parameter", inventory.lines),
-                ("buffer", buffers),
-                ("ignored name", sorted(self._ignored)),
-                ("option", [limits, f"buffers are broadcast: {self._switches.buffers}", *self._options]),
-                ("given bucket", given),
-            ],
-        )
+        return [
+            ("parameter", inventory.lines),
+            ("buffer", buffers),
+            ("ignored name", sorted(self._ignored)),
+            ("option", [limits, f"buffers are broadcast: {self._switches.buffers}", *self._options]),
+            ("given bucket", given),
+        ]
 
     def copy_from(self, source: int, *, buffers: bool) -> None:
         """Makes all parameters, and buffers, those of one rank.
@@ -175,6 +189,7 @@ class Connection:
                 replan=self._planner.replan(inventory, world_size),
                 always=self._planner.auto,
                 times=self.times,
+                compare=weakly(self._compare_again),
             )
             if self.first_plan.buckets
             else None
@@ -201,15 +216,24 @@ class Connection:
         Raises:
             ReductionError: A parameter was replaced by another object, or removed.
         """
+        if self._changes.lost:
+            return True
+        try:
+            outdated = self.inventory.outdated()
+        except ReductionError as error:
+            self._changes.fail(error)
+            raise
         if self.reducer is None:
-            return self.inventory.outdated()
-        self.reducer.looked = not (self.inventory.outdated() or self.reducer.cut_off)
+            return outdated
+        self.reducer.looked = not (outdated or self.reducer.cut_off)
         return not self.reducer.looked
 
     def update(self) -> None:
         """Looks through them again, which every rank does at the same forward."""
         inventory = take_inventory(self._module, self._ignored)
-        self._agree(inventory)
+        what = self._what(inventory)
+        self._changes.meet(what, self._comparison)
+        self._agree(what)
         if added := inventory.added(self.inventory):
             self._copy(0, [*added, *inventory.held_buffers()])
         self.inventory = inventory

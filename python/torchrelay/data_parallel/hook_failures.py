@@ -84,6 +84,8 @@ class HookFailures:
         """
         if self.alarm is not None:
             self.alarm()
+        if self._watch.changes is not None:
+            self._watch.changes()
         # A rank calls the hook of a bucket when that of the one before is through; so its failure keeps back nothing of
         # earlier ones. Where a rank has given up waiting, the others at that bucket do so as well before long.
         self._compare_counts(self._begun(), reached=False)

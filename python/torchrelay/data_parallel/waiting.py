@@ -55,17 +55,20 @@ class Watch:
 
     Attributes:
         alarm: Called every second of a wait; what it raises ends the wait.
+        changes: The same: whether parameters have changed on other ranks only.
+        rank: This rank's number.
     """
 
     def __init__(self, group: dist.ProcessGroup, limit: datetime.timedelta | None, label: str) -> None:
         self.limit = limit
-        self._rank = dist.get_rank(group)
+        self.rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
         self._first = _FIRST if limit is None else min(_FIRST, limit / 4)
         self._label = label
         self._store = _store(group)
         self._group = group
         self.alarm: Callable[[], object] | None = None
+        self.changes: Callable[[], object] | None = None
 
     def wait(self, work: Work, device: torch.device, place: Place) -> None:
         """Returns when the work is done; an accelerator's is done when its stream comes to it.
@@ -87,8 +90,8 @@ class Watch:
     def _wait_on(self, work: Work, place: Place) -> None:
         self.write(place)
         left = None if self.limit is None else self.limit - self._first
-        while self.alarm is not None and (left is None or left > _FIRST) and not work.is_completed():
-            self.alarm()
+        while self._looks and (left is None or left > _FIRST) and not work.is_completed():
+            self.look()
             with contextlib.suppress(RuntimeError):  # what went wrong, if anything did, is raised below
                 work.wait(_FIRST)
             left = None if left is None else left - _FIRST
@@ -101,6 +104,17 @@ class Watch:
             within = "" if self.limit is None else f" within {self.limit.total_seconds():g} s"
             raise ReductionError(f"it was not there{within}; {self.missing(place)}") from error
         self.erase()
+
+    @property
+    def _looks(self) -> bool:
+        return self.alarm is not None or self.changes is not None
+
+    def look(self) -> None:
+        """Whether there is a reason to wait no longer; what is found is raised."""
+        if self.alarm is not None:
+            self.alarm()
+        if self.changes is not None:
+            self.changes()
 
     @property
     def ranks(self) -> int:
@@ -119,7 +133,7 @@ class Watch:
         """Leaves word for the other ranks; whether there is a place for it."""
         if self._store is None:
             return False
-        self._store.set(f"torchrelay/{topic}/{self._rank}", text)
+        self._store.set(f"torchrelay/{topic}/{self.rank}", text)
         return True
 
     def posted(self, topic: str) -> dict[int, str]:
@@ -133,19 +147,19 @@ class Watch:
         """Tells the others where this rank waits, if it can: it may be that the rank that keeps the store has gone."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.set(self._key(self._rank), json.dumps([self._label, *place]))
+                self._store.set(self._key(self.rank), json.dumps([self._label, *place]))
 
     def erase(self) -> None:
         """This rank waits no more."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.delete_key(self._key(self._rank))
+                self._store.delete_key(self._key(self.rank))
 
     def missing(self, place: Place) -> str:
         """Who has not come to this place, in words."""
         if self._store is None:
             return "which rank has not come to it is not known"
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        others = [rank for rank in range(self._world_size) if rank != self.rank]
         try:
             written = {rank: self._read(rank) for rank in others}
         except RuntimeError:

@@ -5,9 +5,12 @@
     for each bucket         with a communication hook: whether its gradients were finite when the hook was called
 
 How a rank fares is 0 if it stands in for itself inside `join`, or has failed (-1), or one more than the number of its
-backwards without a reduction before this one. It is averaged in the dtype of the bucket: up to the largest number that
-is told, 16 bits tell them apart.
+backwards without a reduction before this one. If it has frozen parameters since they were planned, which have no
+gradient then, it says so instead (see `Progress.frozen_word`). It is averaged in the dtype of the bucket: up to the
+largest number that is told, 16 bits tell them apart.
 """
+
+from collections.abc import Sequence
 
 import torch
 
@@ -31,13 +34,14 @@ class LastWords:
 
     Args:
         last: The bucket's memory.
-        parameters: How many there are.
+        parameters: All of them.
         progress: Of this rank.
     """
 
-    def __init__(self, last: BucketStorage, parameters: int, progress: Progress) -> None:
+    def __init__(self, last: BucketStorage, parameters: Sequence[torch.Tensor], progress: Progress) -> None:
         self._last = last
-        self._parameters = parameters
+        self._every = parameters
+        self._parameters = len(parameters)
         self._progress = progress
         self._usual: torch.Tensor | None = None
 
@@ -71,7 +75,10 @@ class LastWords:
         if unused:
             used[list(unused)] = 0
         status.zero_()
-        status[self._progress.rank] = _FAILED if failed else 1 + min(self._progress.unreduced, _MOST_UNREDUCED)
+        word = 1 + min(self._progress.unreduced, _MOST_UNREDUCED)
+        if unused and (frozen := frozenset(one for one in unused if not self._every[one].requires_grad)):
+            word = self._progress.frozen_word(frozen)
+        status[self._progress.rank] = _FAILED if failed else word
         if usual:
             self._usual = self._words.clone()
 
@@ -112,4 +119,6 @@ class LastWords:
         if _FAILED in said:
             failed = [rank for rank, word in enumerate(said) if word == _FAILED]
             raise failed_elsewhere(self._progress.backward, failed)
+        if min(said) < _FAILED:
+            self._progress.frozen_alike(said)
         return compare and warn_of_counts(self._progress.backward, said)

@@ -121,7 +121,7 @@ class Memory:
             self.add_next()
 
     def _complete(self) -> None:
-        self._words = LastWords(self.storages[-1], len(self._parameters), self._progress)
+        self._words = LastWords(self.storages[-1], self._parameters, self._progress)
         if not self.lazy:
             groups = [
                 (group, storage.taker, number)

@@ -23,7 +23,7 @@ The parts that do it are listed in this package's `__init__`; this file says whe
 import contextlib
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,7 @@ class Reducer:
             these are known; None: the plan stays.
         always: Also if there is one bucket, which no order changes.
         times: Of the steps, for logs.
+        compare: Compares the ranks' modules, since some of them may have frozen other parameters than others.
 
     Attributes:
         fused: Parameters whose optimizers take their step at the end of a reduced backward.
@@ -97,6 +98,7 @@ class Reducer:
         replan: Replan | None = None,
         always: bool = False,
         times: StepTimes,
+        compare: Callable[[], object],
     ) -> None:
         self.fused: Sequence[torch.Tensor] = ()
         self.looked = False
@@ -106,6 +108,7 @@ class Reducer:
         self._hook = hook
         self._replicas = replicas
         self._times = times
+        self._compare = compare
         self._switches = switches
         self._progress = Progress(plan, group)
         average = Averager(group, watch)
@@ -335,6 +338,10 @@ class Reducer:
         """What the other ranks have said."""
         compare = not self._warned and self._switches.weight is None
         self._warned |= self._memory.words.check(compare=compare)
+        if self._progress.differs:
+            self._progress.differs = False
+            self._compare()
+            self._progress.compared()
 
     def _close(self) -> None:
         self.looked = False
