@@ -242,3 +242,16 @@ def test_parts_that_are_frozen_and_taken_back_in_turn_are_compared_once_each(ran
         module.requires_grad_(True)
     message = raised(RankMismatchError, lambda: loss(wrapped, samples[rank]).backward())
     assert "[2.weight: shape [4, 4], strides [4, 1], float64, frozen] on rank 0, but [2.weight: " in message
+
+
+@on_ranks
+def test_a_functional_call_of_the_wrapper_is_told_what_to_do(rank, world):
+    module = mlp()
+    wrapped, _ = wrap(module)
+    sample = inputs(world, 2, 4)[rank]
+    others = {name: one.detach().clone() for name, one in wrapped.named_parameters()}
+    call = torch.func.functional_call
+    message = raised(ReductionError, lambda: call(wrapped, others, (sample,)))
+    assert "functional_call(ddp.module, ...)" in message
+    inner = {name.removeprefix("module."): one for name, one in others.items()}
+    torch.testing.assert_close(call(module, inner, (sample,)), wrapped(sample))

@@ -490,3 +490,11 @@ def test_a_wrong_argument_is_named_before_anything_is_sent(rank, world, name):
 def test_flags_may_be_none_or_numbers_as_with_torchs_class(rank, world):
     wrapped, plain = wrap(mlp(), find_unused_parameters=None, static_graph=0, gradient_as_bucket_view=1)
     check_step(wrapped, plain, inputs(world, 2, 4))
+
+
+@on_ranks
+def test_it_is_another_class_than_torchs(rank, world):
+    """As the migration page says; both can be unwrapped by their `module`."""
+    wrapped, _ = wrap(mlp())
+    assert not isinstance(wrapped, TorchDDP)
+    assert hasattr(wrapped, "module")

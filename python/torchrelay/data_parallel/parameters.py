@@ -144,7 +144,9 @@ class Inventory:
             if now.get(name) is not parameter:
                 raise ReductionError(
                     f"parameter {name} was replaced or removed after it was wrapped, so its gradient would not be "
-                    "averaged. Change its value in place (under torch.no_grad), or wrap the module again."
+                    "averaged. Change its value in place (under torch.no_grad), or wrap the module again. "
+                    "(torch.func.functional_call replaces parameters for a call: give it the module inside, as in "
+                    "functional_call(ddp.module, ...), and average by yourself what torch.func.grad returns.)"
                 )
         if len(now) > len(self._places) or sum(map(len, _buffer_tables(walk))) != self._buffer_places:
             return True

@@ -57,7 +57,8 @@ class Switching:
         With the number of samples (or tokens) that a loss is the mean over, uneven batches give the gradient of the
         mean over all ranks' samples, `sum(weight * gradient) / sum(weight)`. Every rank enters the context around the
         same backwards. What counts is the weight at the reduced backward, for all that the gradients hold by then. A
-        rank with the weight 0 contributes nothing, be its gradients finite or not.
+        rank with the weight 0 contributes nothing, be its gradients finite or not. If all weights are 0, all gradients
+        are zeros.
 
         Args:
             weight: Finite and not negative; a number, or a tensor of one.
