@@ -48,7 +48,7 @@ def broken(error):
     return future
 
 
-def train(wrapped, samples, steps=4):
+def train(wrapped, samples, steps=8):
     """The gradients of each step, after each an update."""
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
     gradients = []
