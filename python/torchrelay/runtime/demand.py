@@ -103,13 +103,14 @@ def watched() -> AbstractContextManager[object]:
     return guard
 
 
-def run_free(asked: Asked, i: int, j: int, note: Note | None, task: Callable[[], T]) -> T:
+def run_free(asked: Asked, i: int, j: int, note: Note | None, task: Callable[..., T], *arguments: Any) -> T:
     """Run a task without a turn, within :func:`watched`: it takes its turns when it is about to draw."""
     before = _state.task
     free = _state.task = _Free(asked, i, j, note)
     try:
-        result = task()
-        if isinstance(_state.task, _Demand):
+        result = task(*arguments)
+        if _state.task is not free:
+            assert isinstance(_state.task, _Demand)
             _state.task.tell()
         return result
     finally:

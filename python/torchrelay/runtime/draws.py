@@ -67,6 +67,7 @@ class HalfDraws:
         others_draw: something draws besides this half's own tasks, so that it matters who sets a generator.
 
     Attributes:
+        can_demand: whether a task of each partition can take its turn when it is about to draw.
         free: whether the next task of each partition takes no turn.
         drew: what each partition drew from.
         touched: what each partition takes turns on.
@@ -88,7 +89,7 @@ class HalfDraws:
         self._mine = [{_CPU, device} & sources.keys() for device in devices]
         self._seed_of = seed_of
         # In backward, an accelerator's operations are called by a thread of torch's, for which all lanes wait.
-        self._can_demand = [is_available() and (half == "forward" or device.type == "cpu") for device in devices]
+        self.can_demand = [is_available() and (half == "forward" or device.type == "cpu") for device in devices]
         self._rows = rows
         self._watch = watch
         self._every_task = watch.every_task
@@ -124,7 +125,7 @@ class HalfDraws:
 
     def run_free(self, i: int, j: int, task: Callable[[], T], note: Note | None = None) -> T:
         """Run a task of a partition that is :attr:`free`; it takes its turn if it draws, and tells `note` then."""
-        return run_free(self, i, j, note, task) if self._can_demand[j] else task()
+        return run_free(self, i, j, note, task) if self.can_demand[j] else task()
 
     def begun(self, i: int, j: int) -> tuple[Sequence[Source], int]:
         """For `demand`."""
@@ -210,7 +211,7 @@ class HalfDraws:
         return result
 
     def _compare(self, i: int, j: int, drawn: Drawn) -> None:
-        if all(self._can_demand):
+        if all(self.can_demand):
             return  # whoever drew had a turn
         for device, place in drawn.items():
             if self._places[j].setdefault((device, self._rows[i]), place) != place:

@@ -6,7 +6,7 @@ recomputes.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,13 +29,13 @@ class OneTaskRandomness:
         # What a forward that is to be recomputed drew from, and the states that it found.
         self._found: list[tuple[Source, Tensor]] = []
 
-    def forward(self, i: int, j: int, task: Callable[[], T], *, recomputed: bool) -> T:
+    def forward(self, i: int, j: int, task: Callable[..., T], *arguments: Any, recomputed: bool) -> T:
         """Run the forward."""
         if not recomputed:
-            return task()
+            return task(*arguments)
         turn_is_needed()
         before = [(source, source.state()) for source in map(Source, sorted(self._devices, key=str))]
-        result = task()
+        result = task(*arguments)
         self._found = [(source, state) for source, state in before if not source.is_in(state)]
         return result
 

@@ -14,13 +14,14 @@ Numbers that torch does not draw (Python's random, numpy) are not planned, and a
 a step takes part in no turn.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from torchrelay.runtime.demand import turn_is_needed
+from torchrelay.runtime.demand import run_free, turn_is_needed
 from torchrelay.runtime.draws import Drawn, HalfDraws, HalfWatch
 from torchrelay.runtime.generators import Source
 from torchrelay.runtime.one_task import OneTaskRandomness
@@ -49,7 +50,7 @@ class RandomnessWatch:
 class Randomness(Protocol):
     """What one step draws, as the step sees it."""
 
-    def forward(self, i: int, j: int, task: Callable[[], T], *, recomputed: bool) -> T:
+    def forward(self, i: int, j: int, task: Callable[..., T], *arguments: Any, recomputed: bool) -> T:
         """Run the forward task of micro-batch `i` on partition `j`, which may be `recomputed`."""
 
     def recompute(self, i: int, j: int, task: Callable[[], T]) -> T:
@@ -113,9 +114,12 @@ class StepRandomness:
 
     # ---- tasks
 
-    def forward(self, i: int, j: int, task: Callable[[], T], *, recomputed: bool) -> T:
+    def forward(self, i: int, j: int, task: Callable[..., T], *arguments: Any, recomputed: bool) -> T:
         """Run the forward task of micro-batch `i` on partition `j`, which may be `recomputed`."""
-        return self._forward.run(i, j, task, self._note if recomputed else None)
+        half, note = self._forward, self._note if recomputed else None
+        if half.free[j] and half.can_demand[j]:  # as `half.run` would
+            return run_free(half, i, j, note, task, *arguments)
+        return half.run(i, j, functools.partial(task, *arguments), note)
 
     def _note(self, i: int, j: int, drawn: Drawn) -> None:
         self._drawn[i, j] = drawn

@@ -68,7 +68,7 @@ class _Saved:
         self.tensor: Tensor | None = tensor
 
 
-def checkpointed(task: Callable[[], T], inner: InnerBackwards) -> T:
+def checkpointed(inner: InnerBackwards, task: Callable[..., T], *arguments: Any) -> T:
     """Run a forward that is to be recomputed.
 
     Grad mode stays on, so that layers take the same way as in the recomputation and outputs say whether they require
@@ -130,7 +130,7 @@ def checkpointed(task: Callable[[], T], inner: InnerBackwards) -> T:
         _state.checkpointing = True
         with torch.enable_grad(), saved_tensors_hooks(drop, take):
             try:
-                result = task()
+                result = task(*arguments)
             except RuntimeError as failure:
                 _tell_of_hooks(failure)
                 raise

@@ -145,7 +145,13 @@ class _Step:
         try:
             if self._streams is not None:
                 return self._streams.forward(i, j, value, lambda arrived: self._drawing(i, j, arrived))
-            return self._drawing(i, j, value)
+            if self._pipeline.gathers:
+                return self._drawing(i, j, value)
+            # The usual case; each call more takes some microseconds here, where nothing is in the cache.
+            tasks, recomputed = self._tasks[j], (i, j) in self._recomputed
+            return self._random.forward(
+                i, j, tasks.checkpoint if recomputed else tasks.forward, i, value, recomputed=recomputed
+            )
         except BaseException as failure:
             locate(failure, "the forward", i, j, self._pipeline.modules[j])
             raise
@@ -155,5 +161,5 @@ class _Step:
         tasks, recomputed = self._tasks[j], (i, j) in self._recomputed
         run = tasks.checkpoint if recomputed else tasks.forward
         if self._pipeline.gathers:
-            return self._random.forward(i, j, lambda: self.gathering.task(j, run, i, value), recomputed=recomputed)
-        return self._random.forward(i, j, lambda: run(i, value), recomputed=recomputed)
+            return self._random.forward(i, j, self.gathering.task, j, run, i, value, recomputed=recomputed)
+        return self._random.forward(i, j, run, i, value, recomputed=recomputed)

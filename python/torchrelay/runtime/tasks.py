@@ -231,7 +231,13 @@ class PartitionTasks:
     def _plainly(self, i: int, leaf: Tensor, plain: PlainCut) -> tuple[Any, _Graph]:
         cut, given = plain.cut(leaf)
         marks = mark_next() if self._marks_layers else None
-        output = self._called_plainly(i, cut, given)
+        if self._first:
+            self._note_given(i, (given,))
+        try:
+            output = self._module(given)
+        except RuntimeError as error:
+            _refuse_write(error, i, cut)
+            raise
         if type(output) is Tensor:
             graph = _Graph((cut,), (root(output) if output.requires_grad else None,), marks)
         else:
@@ -241,20 +247,6 @@ class PartitionTasks:
             output = unflatten(outputs, spec)
         plain.let_go(cut, given)
         return output, graph
-
-    def _called_plainly(self, i: int, cut: Tensor | None, given: Tensor) -> Any:
-        if self._first:
-            self._note_given(i, (given,))
-        try:
-            return self._module(given)
-        except RuntimeError as error:
-            if cut is not None and is_write_on_leaf(error):
-                raise RuntimeError(
-                    f"a layer wrote on the partition's input (or another leaf of the graph), or detached it, in place "
-                    f"for micro-batch {i}, but none did for the first: let it do so for every micro-batch, or use "
-                    f"inplace=False"
-                ) from error
-            raise
 
     def _find_plain_cut(self, first: Input, spec: Spec) -> None:
         if self._skips is None:
@@ -283,7 +275,7 @@ class PartitionTasks:
         self._buffers.before_forward(i)
         given = Input(leaves, self._device, popped=0 if self._skips is None else self._skips.popped)
         self._note_given(i, given.given)
-        outputs, output_spec = checkpointed(lambda: self._run(given.given, spec), self._inner)
+        outputs, output_spec = checkpointed(self._inner, self._run, given.given, spec)
         given.tell_writes()
         self._buffers.after_forward(i)
         self._weights.note()
@@ -309,7 +301,13 @@ class PartitionTasks:
         cut, given = plain.cut(leaf)
         known = version(given)
         self._buffers.before_forward(i)
-        output = checkpointed(lambda: self._called_plainly(i, cut, given), self._inner)
+        if self._first:
+            self._note_given(i, (given,))
+        try:
+            output = checkpointed(self._inner, self._module, given)
+        except RuntimeError as error:
+            _refuse_write(error, i, cut)
+            raise
         self._buffers.after_forward(i)
         self._weights.note()
         if version(given) != known:
@@ -351,6 +349,15 @@ class PartitionTasks:
         if i > 0 and spec is TENSOR and self._plain_cut is not None and self._plain_cut.takes(leaves[0]):
             return self._plainly(i, leaves[0], self._plain_cut)[1]
         return self._with_graph(i, leaves, spec)[2]
+
+
+def _refuse_write(error: RuntimeError, i: int, cut: Tensor | None) -> None:
+    """Say what a layer did that torch refused, if it is that."""
+    if cut is not None and is_write_on_leaf(error):
+        raise RuntimeError(
+            f"a layer wrote on the partition's input (or another leaf of the graph), or detached it, in place for "
+            f"micro-batch {i}, but none did for the first: let it do so for every micro-batch, or use inplace=False"
+        ) from error
 
 
 def _lost_input(i: int) -> RuntimeError:
