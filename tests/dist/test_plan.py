@@ -189,6 +189,27 @@ def test_sizes_chosen_for_the_link(rank, world, options):
 
 
 @on_ranks
+def test_what_is_left_of_the_reduction_is_predicted_for_any_plan(rank, world):
+    module = nn.Sequential(*[nn.Linear(200, 200) for _ in range(8)]).double()  # 2.5 MiB
+    wrapped, plain = wrap(module, bucket_cap_mb=1)
+    raised(RuntimeError, wrapped.predict_overlap)  # on every rank, and nothing is sent
+    assert wrapped.predict_overlap(backward=0.0).predicted.backward == 0.0
+    check_step(wrapped, plain, inputs(world, 2, 200))
+    found = everywhere(wrapped.predict_overlap())
+    assert wrapped.plan.predicted is None
+    assert names(found) == names(wrapped.plan)
+    assert found.predicted.backward > 0
+    assert "ms of the reduction are left" in str(found)
+    # All that is sent costs time after a backward that takes none; after a long one only the last bucket.
+    none, long = (wrapped.predict_overlap(backward=seconds).predicted for seconds in (0.0, 1e3))
+    assert none.exposed >= sum(one.bytes for one in found.buckets) * none.per_byte
+    assert long.exposed == pytest.approx(long.latency + found.buckets[-1].bytes * long.per_byte)
+    for bad in (-1.0, float("nan"), float("inf")):
+        assert repr(bad) in raised(ValueError, lambda bad=bad: wrapped.predict_overlap(bad))
+    check_step(wrapped, plain, inputs(world, 2, 200, seed=1))
+
+
+@on_ranks
 def test_what_does_not_go_with_auto(rank, world):
     module = mlp()
     plan = wrap(copy.deepcopy(module))[0].plan

@@ -198,6 +198,10 @@ class Connection:
         self.times.device = devices.pop() if len(devices) == 1 else None
         self._take_over()
 
+    def predicted(self, backward: float | None) -> BucketPlan:
+        """The plan, with what the cost model says of it for a backward of so many seconds."""
+        return self._planner.predicted(self.plan, self.inventory, self.group, self.device, backward)
+
     def register(self, hook: CommHook) -> None:
         """From the next backward on, buckets are given to the hook."""
         self.hook = hook

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import datetime
+import math
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -288,6 +289,27 @@ class DistributedDataParallel(Switching, TorchNames, nn.Module, Joinable):
         gradients arrive, all ranks agree on one and plan anew; a plan that was given stays as it is.
         """
         return self._connection.plan
+
+    def predict_overlap(self, backward: float | None = None) -> BucketPlan:
+        """The plan, with what a cost model says of it: how much of the reduction is left when a backward is over.
+
+        The model is that of `bucket_cap_mb="auto"`. Print the plan to see what it says.
+
+        Measures latency and bandwidth of the group as they are now, by about a dozen messages; every rank calls this.
+
+        Args:
+            backward: Seconds that a backward takes by itself; None: what the one took that made the plan.
+
+        Returns:
+            The plan with its attribute `predicted`; that of the wrapper stays as it is.
+
+        Raises:
+            ValueError: The seconds are negative or not finite.
+            RuntimeError: None were given, and no backward has made the plan: it was given, or has one bucket.
+        """
+        if backward is not None and not 0 <= backward < math.inf:
+            raise ValueError(f"backward is a number of seconds, finite and not negative, but is {backward!r}")
+        return self._connection.predicted(backward)
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
