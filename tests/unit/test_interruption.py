@@ -38,7 +38,7 @@ def test_a_checkpointed_forward_leaves_no_hooks_behind(place: str, monkeypatch: 
     if place == "exit of the hooks":
         monkeypatch.setattr(torch.autograd.graph.saved_tensors_hooks, "__exit__", interrupt)
     with torch.no_grad(), pytest.raises(KeyboardInterrupt):
-        checkpointed(interrupt if place == "task" else lambda: None, InnerBackwards())
+        checkpointed(InnerBackwards(), interrupt if place == "task" else lambda: None)
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     assert top is None or top(True) is None
     assert not is_checkpointing()
