@@ -67,5 +67,6 @@ class Averager:
 def _options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = op
-    options.asyncOp = True
+    if hasattr(options, "asyncOp"):  # not in torch 2.6, where all are
+        options.asyncOp = True
     return options
