@@ -34,6 +34,9 @@ _last: "deque[tuple[weakref.ref[torch.Tensor], int]]" = deque(maxlen=64)
 _PATIENCE = 0.5
 """Seconds at the interpreter's end; others may have come to know a tensor for good, and it is only an exit code."""
 
+_MOMENT = 0.03
+"""Seconds for the collectives of others, whose tensors are not known here: a script may end with one of its own."""
+
 
 def begin(
     collective: Callable[Concatenate[torch.Tensor, P], T], tensor: torch.Tensor, *arguments: P.args, **options: P.kwargs
@@ -64,3 +67,5 @@ def _wait_for_gloo() -> None:
             if time.monotonic() > until:
                 return
             time.sleep(1e-3)
+    if _last:
+        time.sleep(_MOMENT)
