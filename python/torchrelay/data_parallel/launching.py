@@ -6,7 +6,8 @@ its exit code wrong. There are two such things.
 
 1. The state of the thread that started it, in which torch keeps an object during a backward (the context, for its
    threads of accelerators): collectives are started without it.
-2. Its tensor: the interpreter, as it ends, waits until gloo's thread has let go of the last ones.
+2. Its tensor: the interpreter, as it ends, waits until gloo's thread has let go of the last ones, and a moment more for
+   those of collectives that were not started here.
 """
 
 import atexit
