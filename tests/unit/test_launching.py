@@ -101,3 +101,12 @@ def test_the_end_does_not_wait_for_ever(last, pauses, monkeypatch):
     todo += [lambda: None, lambda: monkeypatch.setattr(launching.time, "monotonic", lambda: float("inf"))]
     launching._wait_for_gloo()
     assert seen == [0, 1]
+
+
+def test_the_end_gives_a_moment_where_anything_was_sent(last, pauses):
+    launching._wait_for_others()
+    assert pauses[1] == []
+    tensor = torch.zeros(1)
+    begin(lambda given: None, tensor)
+    launching._wait_for_others()
+    assert pauses[1] == [0]

@@ -68,5 +68,9 @@ def _wait_for_gloo() -> None:
             if time.monotonic() > until:
                 return
             time.sleep(1e-3)
+
+
+@atexit.register
+def _wait_for_others() -> None:
     if _last:
         time.sleep(_MOMENT)
