@@ -16,6 +16,15 @@ from torchrelay.runtime.engine import STARTS_FROM_EDGES
 
 TOLERANCE = 1e-10
 
+# The ways in which a model of four layers is carried out: executor, balance, chunks.
+WAYS = {
+    "lanes": ("lanes", [2, 2], 3),
+    "serial": ("serial", [2, 2], 3),
+    "auto": ("auto", [2, 2], 3),
+    "one partition": ("auto", [4], 3),
+    "one task": ("auto", [4], 1),
+}
+
 keeps_less_memory = pytest.mark.skipif(
     not STARTS_FROM_EDGES,
     reason="torch's engine starts from tensors alone before 2.7, so a partition's output is kept until its backward",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torchrelay
-from gpipe_support import rows, split
+from gpipe_support import WAYS, rows, split
 from torch import Tensor, nn
 from torchrelay import GPipe
 
@@ -80,13 +80,6 @@ SURROUNDINGS = {
     "anomaly mode": Surrounding(lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled, flag=True),
     "grad mode": Surrounding(torch.no_grad, torch.is_grad_enabled),
     "inference mode": Surrounding(torch.inference_mode, torch.is_inference_mode_enabled),
-}
-WAYS = {
-    "lanes": ("lanes", [2, 2], 3),
-    "serial": ("serial", [2, 2], 3),
-    "auto": ("auto", [2, 2], 3),
-    "one partition": ("auto", [4], 3),
-    "one task": ("auto", [4], 1),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpipe_support import assert_close, assert_same_gradients, loss_of, mlp, rows
+from gpipe_support import WAYS, assert_close, assert_same_gradients, loss_of, mlp, rows
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,13 +18,6 @@ from torchrelay import GPipe
 
 pytestmark = pytest.mark.timeout(60)
 
-WAYS = {
-    "lanes": ("lanes", [2, 2], 3),
-    "serial": ("serial", [2, 2], 3),
-    "auto": ("auto", [2, 2], 3),
-    "one partition": ("auto", [4], 3),
-    "one task": ("auto", [4], 1),
-}
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 EVERY_MODE = pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpipe_support import Call, assert_close, mlp, rows, split
+from gpipe_support import WAYS, Call, assert_close, mlp, rows, split
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
@@ -17,14 +17,6 @@ pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated"),  # which torch itself uses for forward mode
 ]
-
-WAYS = {
-    "lanes": ("lanes", [2, 2], 3),
-    "serial": ("serial", [2, 2], 3),
-    "auto": ("auto", [2, 2], 3),
-    "one partition": ("auto", [4], 3),
-    "one task": ("auto", [4], 1),
-}
 
 
 def parameters(net: nn.Module) -> dict[str, Tensor]:

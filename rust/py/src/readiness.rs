@@ -62,7 +62,7 @@ impl Shared {
             return self.take.as_ref().map_or(Ok(()), |take| take.call1(py, (piece,)).map(drop));
         };
         lock.call_method0(py, intern!(py, "acquire"))?;
-        let result = taker.get().take_once(py, number);
+        let result = taker.get().arrive(py, number);
         lock.call_method0(py, intern!(py, "release"))?;
         result
     }

@@ -101,24 +101,6 @@ impl Taker {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the gradients of a piece, unless that was done in this backward.
-    pub fn take_once(&self, py: Python<'_>, number: usize) -> PyResult<()> {
-        let pieces = {
-            let state = self.lock();
-            if state.over.get(number).copied().unwrap_or(true) {
-                return Ok(());
-            }
-            Arc::clone(&state.pieces)
-        };
-        let Some(piece) = pieces.get(number) else { return Ok(()) };
-        if self.take(py, piece)?
-            && let Some(over) = self.lock().over.get_mut(number)
-        {
-            *over = true;
-        }
-        Ok(())
-    }
-
     /// Takes the gradients, if each is one that can be copied, and none but its own view of the memory; whether they
     /// were. If not, all are as they were.
     fn take(&self, py: Python<'_>, piece: &Piece) -> PyResult<bool> {
@@ -238,9 +220,22 @@ impl Taker {
         state.keeps = keeps;
     }
 
-    /// Takes the gradients of a piece, whose last one has arrived.
-    fn arrive(&self, py: Python<'_>, number: usize) -> PyResult<()> {
-        self.take_once(py, number)
+    /// Takes the gradients of a piece, whose last one has arrived, unless that was done in this backward.
+    pub fn arrive(&self, py: Python<'_>, number: usize) -> PyResult<()> {
+        let pieces = {
+            let state = self.lock();
+            if state.over.get(number).copied().unwrap_or(true) {
+                return Ok(());
+            }
+            Arc::clone(&state.pieces)
+        };
+        let Some(piece) = pieces.get(number) else { return Ok(()) };
+        if self.take(py, piece)?
+            && let Some(over) = self.lock().over.get_mut(number)
+        {
+            *over = true;
+        }
+        Ok(())
     }
 
     /// No more gradients come: takes those that were not taken.
